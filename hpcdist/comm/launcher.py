@@ -308,5 +308,8 @@ def _end() -> None:
         MPI.Finalize()
 
 
+os.register_at_fork(after_in_child=lambda: atexit.unregister(_end))  # MPI is the parent's
+
+
 def _library(version: str) -> str:
     return " ".join(version.split("\n")[0].strip("\0 ").split())

@@ -30,6 +30,7 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn, TextIO
 
 from hpcdist.errors import HpcdistError, RankError, coded, with_hint
+from hpcdist.process.streams import INTERRUPTED
 
 _FLUSH_SECONDS = 1.0  # for the output that is left
 _FORWARD_SECONDS = 0.2  # launchers forget what was printed just before an abort, unless they get time to forward it
@@ -249,7 +250,7 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
             print_error(text if text.startswith(prefix) else textwrap.indent(text, prefix), sys.__stderr__)
         if any(word in str(error).lower() for word in _LOST):
             explain()
-        job(1)
+        job(INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

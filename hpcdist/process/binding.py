@@ -27,8 +27,8 @@ def beside(address: str, root: Path = _SYS) -> set[int]:
 def choose(ranks: Sequence[tuple[set[int], set[int]]], domains: Sequence[set[int]]) -> list[set[int]]:
     """Choose the cores of each rank of a node: those of one domain, and never others than the launcher has given it.
 
-    A rank with a GPU gets the domain beside it; the others are spread over the domains in blocks. A rank keeps its
-    cores if the launcher has bound it: if they are not all of the node's, and no other rank has one of them.
+    A rank with a GPU gets the domain beside it; the others are spread over the domains in blocks. All keep their cores
+    if the launcher has bound them: if the ranks have different cores, or one rank alone has not all of the node's.
 
     Args:
         ranks: for each rank, the cores that it has, and those beside its GPU.
@@ -39,20 +39,17 @@ def choose(ranks: Sequence[tuple[set[int], set[int]]], domains: Sequence[set[int
         >>> everything, two = {0, 1, 2, 3}, [{0, 1}, {2, 3}]
         >>> choose([(everything, set()), (everything, set())], two)
         [{0, 1}, {2, 3}]
-        >>> choose([(everything, {2, 3}), ({1, 2}, {0, 1})], two)
-        [{2, 3}, {1}]
+        >>> choose([(everything, {2, 3}), (everything, {0, 1})], two)
+        [{2, 3}, {0, 1}]
         >>> choose([({0, 2}, set()), ({1, 3}, set())], two)
         [{0, 2}, {1, 3}]
     """
-    found = []
-    for i, (own, gpu) in enumerate(ranks):
-        shared = any(own & other for j, (other, _) in enumerate(ranks) if j != i)
-        usable = [own & domain for domain in domains if own & domain]
-        if not usable or (not shared and own < set().union(*domains)):
-            found.append(own)
-        else:
-            found.append(own & gpu or usable[i * len(usable) // len(ranks)])
-    return found
+    given = [own for own, _ in ranks]
+    cores = given[0]
+    usable = [cores & domain for domain in domains if cores & domain]
+    if not usable or any(own != cores for own in given) or (len(given) == 1 and cores < set().union(*domains)):
+        return given
+    return [cores & gpu or usable[i * len(usable) // len(ranks)] for i, (_, gpu) in enumerate(ranks)]
 
 
 def apply(cores: set[int]) -> None:

@@ -10,23 +10,29 @@ import re
 import runpy
 import signal
 import sys
+import time
+import traceback
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
-from typing import TextIO
+from typing import Any, NoReturn, TextIO
+
+import mpi4py
 
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, reason, refusal
 from hpcdist.process import abort
+from hpcdist.process.streams import INTERRUPTED
 from hpcdist.runtime import world
 from hpcdist.runtime.cli import refuse
-from hpcdist.runtime.commandline import Parser, path
+from hpcdist.runtime.commandline import BAD_INPUT, Parser, is_rank_0, line, path
 from hpcdist.runtime.registration import host
 
 _LAUNCHERS = re.compile(
-    r"torchrun|accelerate|deepspeed|horovodrun|mpirun|mpiexec|srun|python[\d.]*"
+    r"torchrun|accelerate(-launch)?|deepspeed|ds|horovodrun|mpirun|mpiexec|srun|python[\d.]*"
     r"|torch\.distributed\.(run|launch)|accelerate\.commands\..*|deepspeed\.launcher\..*"
 )
+_FIRST = 2.0  # seconds in which rank 0 ends the job, if it does the same
 _before = sys.excepthook
 
 
@@ -103,20 +109,39 @@ def _compiled(script: str, module: bool) -> CodeType | None:
         text = f"{name} would start processes that are no ranks of this job: leave it out, and name the program itself"
         raise refusal(ValueError, "HD106", text)
     if module:
-        found = find_spec(script)
-        if found is not None and found.submodule_search_locations is not None:
-            found = find_spec(f"{script}.__main__")
-        if found is None:
+        try:
+            found: Any = find_spec(script)
+            if found is not None and found.submodule_search_locations is not None:
+                found = find_spec(f"{script}.__main__")
+            code = found and found.loader and found.loader.get_code(found.name)
+        except ModuleNotFoundError as error:
+            raise refusal(ValueError, "HD401", f"module {script} cannot be found: {reason(error)}") from error
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            text = f"{type(error).__name__}: {reason(error)}, at {frame.filename}:{frame.lineno}"
+            raise refusal(ValueError, "HD402", f"module {script} cannot be imported: {text}") from error
+        if code is None:
             raise refusal(
                 ValueError, "HD401", f"there is no module {script} that can run, in {sys.path[0]} or installed"
             )
         return None
     if not Path(script).is_file():
-        raise refusal(ValueError, "HD401", f"{script}: there is no such file, seen from {os.getcwd()}")
+        raise refusal(ValueError, "HD401", f"there is no file {script!r}, seen from {os.getcwd()}")
     try:
         return compile(Path(script).read_bytes(), os.path.abspath(script), "exec", dont_inherit=True)
     except (SyntaxError, ValueError, OSError) as error:  # ValueError: null bytes
         raise refusal(ValueError, "HD402", f"{script} is not a program in Python: {reason(error)}") from error
+
+
+def _refuse_init(*_: object) -> NoReturn:
+    """End the job in place of MPI.Init(): a second one is an error of MPI, which some libraries do not survive."""
+    caller = sys._getframe(1)
+    where = f"MPI.Init() at {caller.f_code.co_filename}:{caller.f_lineno}"
+    text = f"{where}: MPI runs already; leave this call out, or make it only if not MPI.Is_initialized()"
+    if not is_rank_0():
+        time.sleep(_FIRST)
+    abort.print_error(f"hpcdist run: error: {line(HpcdistError('HD112', text))}")
+    abort.job(BAD_INPUT)
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -135,6 +160,7 @@ def main() -> None:
     parser = _parser()
     args = parser.parse_args()
     code: list[CodeType | None] = []
+    mpi4py.rc.initialize = False  # what starts MPI instead does not end it in children that the program forks
     try:
         here = world.prepare(args.bind)
         sys.argv = [args.script, *args.arguments]
@@ -150,8 +176,8 @@ def main() -> None:
         refuse(parser.prog, error)
     from mpi4py import MPI
 
-    for name in ("Init", "Init_thread"):  # MPI runs: a program that starts it may go on
-        setattr(MPI, name, lambda *_: MPI.Query_thread())
+    for name in ("Init", "Init_thread"):
+        setattr(MPI, name, _refuse_init)
     host.by_mpi = args.mpi
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by the package, for the time of the imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -165,6 +191,11 @@ def main() -> None:
     except SystemExit as error:
         abort.replace(error)
         raise
+    except KeyboardInterrupt as error:
+        if here.world_size > 1:
+            raise
+        sys.excepthook(type(error), error, error.__traceback__)  # Python would exit with 1, in a module
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

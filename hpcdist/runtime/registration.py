@@ -223,7 +223,8 @@ def leave() -> None:
 
 
 def _rendezvous(url: str, timeout: timedelta = torch_rendezvous.default_pg_timeout, **options: Any) -> Iterator[Any]:
-    """torch's rendezvous by the environment; by MPI if the variables there are hpcdist's, or none.
+    """torch's rendezvous by the environment; by MPI if the variables there are hpcdist's, or none, and a launcher has
+    started this process, or init_process_group(), which runs this generator, was given backend "mpi".
 
     Every rendezvous by MPI has a store of its own. In one that remains, the keys of a destroyed group would be read.
     """
@@ -232,7 +233,8 @@ def _rendezvous(url: str, timeout: timedelta = torch_rendezvous.default_pg_timeo
     if host.comm is not None and launcher.is_given(environ):
         by_mpi = place == [str(host.comm.rank), str(host.comm.size)]
     else:
-        by_mpi = not any(environ.get(name) for name in _VARIABLES)
+        asked = launcher.has_rank(environ) or NAME in str(sys._getframe(1).f_locals.get("backend")).lower()
+        by_mpi = asked and not any(environ.get(name) for name in _VARIABLES)
     if not by_mpi:
         yield from torch_rendezvous._env_rendezvous_handler(url, timeout=timeout, **options)
         return

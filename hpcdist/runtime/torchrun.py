@@ -6,10 +6,13 @@ that is started by a rank inherits them; ROLE_NAME tells it, and a job that it s
 
 from __future__ import annotations
 
+import ctypes
+import os
 import secrets
 import socket
 from collections.abc import Callable, MutableMapping
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,7 +50,7 @@ def give(
     timeout: timedelta,
     program: bool,
 ) -> Callable[[], None]:
-    """Set the variables; those that the user has set are kept. Collective over `comm`.
+    """Set the variables; those that the user has set, and not to "", are kept. Collective over `comm`.
 
     MASTER_PORT is bound on rank 0 as long as they are set: no other program gets it, and torch can open a store there.
 
@@ -61,11 +64,14 @@ def give(
         the store.
 
     Raises:
-        RankError: on all ranks, if the user's variables contradict MPI, for a program.
+        RankError: on all ranks, if the user's variables contradict MPI or those of rank 0, for a program.
     """
     held: list[object] = []
+    place = _place(comm, nodes)
+    kept = {} if launcher.is_given(environ) else {name: value for name, value in environ.items() if value}
+    own = {name: kept.get(name, "") for name in (_ADDRESS, _PORT)}
 
-    def bind() -> tuple[int, str]:
+    def bind() -> tuple[int, str, dict[str, str]]:
         port = socket.socket()
         port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for torch's own store
         port.bind((host, 0))
@@ -76,19 +82,22 @@ def give(
                 *(host, number, comm.size, True, timeout),
                 wait_for_workers=False, multi_tenant=True, master_listen_fd=port.detach(),
             )  # fmt: skip
+            kept_by_child = partial(ctypes.pythonapi.Py_IncRef, ctypes.py_object(store))
+            os.register_at_fork(after_in_child=kept_by_child)  # which has no thread that its end could join
         held.append(store if program else port)
-        return number, secrets.token_hex(8)
+        return number, secrets.token_hex(8), own
 
-    place = _place(comm, nodes)
-    number, run = objects.run_on_root(comm, "init", bind)
+    number, run, first = objects.run_on_root(comm, "init", bind)
     found = {**place, _ADDRESS: host, _PORT: str(number)}
     if program:
         found |= {"TORCHELASTIC_RUN_ID": run, "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
         found |= {_THREADS: "1"} if int(place["LOCAL_WORLD_SIZE"]) > 1 else {}
-    kept = {} if launcher.is_given(environ) else {name: environ[name] for name in found if name in environ}
+    kept = {name: kept[name] for name in found if name in kept}
     if program:
-        odd = {name: value for name, value in kept.items() if place.get(name, value) != value}
-        text = ", ".join(f"{name}={value}, but MPI says {place[name]}" for name, value in odd.items())
+        told = {**place, **own, **kept}
+        odd = {name: f"MPI says {value}" for name, value in place.items() if told[name] != value}
+        odd |= {name: f"rank 0 has {value or 'none'}" for name, value in first.items() if told[name] != value}
+        text = ", ".join(f"{name}={told[name]}, but {value}" for name, value in odd.items())
         texts = objects.all_gather_object(comm, text and coded("HD106", f"{text}: unset {' '.join(odd)}"))
         objects.raise_problems("run", {rank: text for rank, text in enumerate(texts) if text})
         if _THREADS in found.keys() - kept.keys():

@@ -141,6 +141,24 @@ def test_rank_and_size_may_be_given_without_an_address(size: str, text: str) -> 
     assert text in job.out + job.err, job.err
 
 
+@pytest.mark.once
+def test_the_import_alone_leaves_torchs_other_backends_alone() -> None:
+    """Without a launcher: what has no variables is an error of torch's, unless it names this backend."""
+    code = """
+        import hpcdist, torch.distributed as dist
+        for backend in ("gloo", None):
+            try: dist.init_process_group(backend)
+            except ValueError as error: print(error)
+        dist.init_process_group("mpi")
+        print(dist.get_backend(), dist.get_world_size())
+    """
+    job = mpirun(0, code=code)
+    assert job.status == 0, job.err
+    assert job.out.count("environment variable RANK expected, but not set") == 2, job
+    assert job.out.endswith("mpi 1\n"), job
+    assert mpirun(2, code="import hpcdist, torch.distributed as dist; dist.init_process_group('gloo')").status == 0
+
+
 # "nccl" is a backend in Python that records what torch asks of it, on ranks that see 4 GPUs.
 BOUND = """
     from types import SimpleNamespace

@@ -57,7 +57,11 @@ def test_what_linux_lists(tmp_path: Path) -> None:
         ([({0, 2}, TWO[1]), ({1, 3}, TWO[0])], [{0, 2}, {1, 3}]),
         ([({0, 2}, TWO[1])], [{0, 2}]),
         # one is bound, others are not
-        ([({0}, NO_GPU), ({1, 2, 3}, NO_GPU), ({1, 2, 3}, NO_GPU)], [{0}, {1}, {2, 3}]),
+        ([({0}, NO_GPU), ({1, 2, 3}, NO_GPU), ({1, 2, 3}, NO_GPU)], [{0}, {1, 2, 3}, {1, 2, 3}]),
+        # bound to sets that some of them share: two ranks each in a half of the node, with a domain for each rank
+        ([({0, 1, 2, 3}, {0, 1})] * 2 + [({4, 5, 6, 7}, {4, 5})] * 2, [{0, 1, 2, 3}] * 2 + [{4, 5, 6, 7}] * 2),
+        # and to sets that overlap
+        ([({0, 1, 2}, NO_GPU), ({1, 2, 3}, NO_GPU)], [{0, 1, 2}, {1, 2, 3}]),
         # GPUs on some ranks
         ([(ALL, TWO[1]), (ALL, NO_GPU)], [TWO[1], TWO[1]]),
     ],

@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from launch import Job, commands, mpirun, run
+from launch import Job, commands, launcher, mpirun, python, run
 
 RUN = ("-m", "hpcdist.run")
 SAY = """
@@ -68,7 +68,7 @@ def test_the_variables_are_those_of_torchrun(tmp_path: Path) -> None:
     body = f"say([os.environ.get(name) for name in {NAMES!r}])"
     found = lines(mpirun(2, *RUN, write(tmp_path, body), cwd=tmp_path, env={"OMP_NUM_THREADS": ""}))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
-    expected = lines(run(command, cwd=tmp_path, env={"OMP_NUM_THREADS": ""}))
+    expected = lines(run(["env", "--unset=OMP_NUM_THREADS", *command], cwd=tmp_path))
     address = NAMES.index("MASTER_ADDR")
     for (values,) in [*found, *expected]:
         values[address] = values[address] and "some"  # type: ignore[index]
@@ -95,7 +95,7 @@ def test_mpi_and_hpcdist_in_the_program(tmp_path: Path) -> None:
     body = """
     import hpcdist as hd
     from mpi4py import MPI
-    MPI.Init()
+    if not MPI.Is_initialized(): MPI.Init()
     assert MPI.COMM_WORLD.allreduce(1) == 2
     dist.init_process_group("gloo")
     with hd.init() as world:
@@ -104,6 +104,41 @@ def test_mpi_and_hpcdist_in_the_program(tmp_path: Path) -> None:
     say(int(os.environ["RANK"]), "TORCHELASTIC_RUN_ID" in os.environ)
     """
     assert lines(job(2, tmp_path, body)) == [[0, True], [1, True]]
+
+
+@pytest.mark.parametrize("call", ["MPI.Init()", "if MPI.COMM_WORLD.rank: MPI.Init_thread()"])
+def test_a_program_that_starts_mpi_is_refused(call: str, tmp_path: Path) -> None:
+    """In one line, also where one rank alone does and the other one waits for it."""
+    body = f"""
+    import mpi4py
+    mpi4py.rc.initialize = mpi4py.rc.finalize = False
+    from mpi4py import MPI
+    {call}
+    MPI.COMM_WORLD.Barrier()
+    """
+    done = job(2, tmp_path, body)
+    assert done.status == 2, done
+    assert done.err.count("MPI runs already; leave this call out") == 1, done.err
+    assert re.search(r"^hpcdist run: error: MPI.Init\(\) at .*program.py:9: .*HD112", done.err, re.MULTILINE), done.err
+
+
+def test_processes_that_the_program_forks(tmp_path: Path) -> None:
+    """They may end as they like, and make a group; the job is their parent's."""
+    body = """
+    import hpcdist as hd
+    if pid := os.fork():
+        status = os.waitpid(pid, 0)[1]
+        dist.init_process_group("gloo")
+        dist.barrier()
+        say(status, dist.get_rank())
+    else:
+        try: hd.init()
+        except hd.LaunchError as error: assert error.codes == ["HD104"]
+        dist.init_process_group("gloo")
+        dist.all_reduce(x := torch.ones(1))
+        sys.exit(int(x))
+    """
+    assert lines(job(2, tmp_path, body)) == [[2 << 8, 0], [2 << 8, 1]]
 
 
 def test_workers_and_modules(tmp_path: Path) -> None:
@@ -133,6 +168,7 @@ def test_workers_and_modules(tmp_path: Path) -> None:
         ("sys.exit(7)", 7, ""),
         ("raise SystemExit(5)", 5, ""),
         ("os._exit(4)", 4, "os._exit(4) at"),
+        ("os.kill(os.getpid(), 2)", 130, "KeyboardInterrupt"),
     ],
 )
 def test_a_rank_that_fails_ends_the_job(body: str, status: int, printed: str, tmp_path: Path) -> None:
@@ -150,7 +186,7 @@ def test_a_rank_that_fails_ends_the_job(body: str, status: int, printed: str, tm
     assert done.status == status, done
     assert done.err.count(printed) == 1 or not printed, done.err
     assert "hpcdist/run" not in done.err and "runpy" not in done.err, done.err
-    if printed.startswith("Key"):
+    if printed.startswith("KeyE"):
         assert re.search(r"^\[rank1\]: +File .*program.py", done.err, re.MULTILINE), done.err
 
 
@@ -171,16 +207,32 @@ def test_what_is_no_program_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\x7fELF\0\0")
     (tmp_path / "file").write_text("")
     write(tmp_path, "")
+    for name, text in {"bad": "x = 1\nraise KeyError(5)", "wrong": "if", "hollow": ""}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(text)
     cases = {
-        ("absent.py",): "absent.py: there is no such file, seen from .* .HD401.",
-        (".",): "there is no such file.* .HD401.",
+        ("absent.py",): "there is no file 'absent.py', seen from .* .HD401.",
+        (".",): "there is no file '.', .* .HD401.",
         ("script.sh",): "script.sh is not a program in Python: .*HD402.",
         ("binary",): "binary is not a program in Python: .*HD402.",
         ("-m", "absent"): "no module absent .*HD401.",
+        ("",): "there is no file ''.*HD401.",
+        ("-m", ""): "no module  that can run.*HD401.",
         ("-m", "json"): "no module json that can run.*HD401.",
+        ("-m", "hollow.b"): "no module hollow.b that can run.*HD401.",
+        ("-m", "a..b"): "module a..b cannot be found: No module named 'a' .HD401.",
+        ("-m", "program.py"): "module program.py cannot be found: .*HD401.",
+        ("-m", ".x"): "module .x cannot be imported: ImportError: .*HD402.",
+        ("-m", "bad"): "module bad cannot be imported: KeyError: 5, at .*bad/__init__.py:2 .HD402.",
+        ("-m", "bad.mod"): "module bad.mod cannot be imported: KeyError: 5, at .*bad/__init__.py:2 .HD402.",
+        ("-m", "wrong.mod"): "module wrong.mod cannot be imported: SyntaxError: .*__init__.py, line 1.*HD402.",
         ("torchrun", "program.py"): "torchrun would start processes .*HD106.",
         ("/usr/bin/python3.11", "program.py"): "would start processes .*HD106.",
-        ("accelerate", "launch", "program.py"): "would start processes .*HD106.",
+        ("bin/accelerate", "launch", "program.py"): "would start processes .*HD106.",
+        ("bin/accelerate-launch", "program.py"): "would start processes .*HD106.",
+        ("-m", "accelerate.commands.launch", "program.py"): "would start processes .*HD106.",
+        ("deepspeed", "program.py"): "would start processes .*HD106.",
+        ("-m", "deepspeed.launcher.runner", "program.py"): "would start processes .*HD106.",
         ("-m", "torch.distributed.run", "program.py"): "would start processes .*HD106.",
         ("--rank-output", "file", "program.py"): "--rank-output file: .*HD410.",
         ("--nproc-per-node", "2", "program.py"): "unrecognized arguments: --nproc-per-node",
@@ -196,6 +248,19 @@ def test_a_variable_that_contradicts_is_refused(name: str, tmp_path: Path) -> No
     done = job(2, tmp_path, "", **{name: "7"})
     assert done.status == 2
     assert done.err.count(f"{name}=7, but MPI says") == 1 and f"unset {name} [HD106]" in done.err, done.err
+
+
+def test_variables_that_differ_are_refused_and_empty_ones_are_none(tmp_path: Path) -> None:
+    write(tmp_path, "dist.init_process_group('gloo'); dist.barrier(); say(os.environ['RANK'])")
+    script = 'export MASTER_PORT=$((29500 + $PORT)) RANK=; exec "$@"'
+    start = launcher(2)
+    command = ["bash", "-c", script, "bash", *python(), *RUN, "program.py"]
+    rank = "${PMI_RANK:-$OMPI_COMM_WORLD_RANK}"
+    done = run([*start, *[word.replace("$PORT", rank) for word in command]], cwd=tmp_path)
+    assert done.status == 2
+    assert "MASTER_PORT=29501, but rank 0 has 29500: unset MASTER_PORT [HD106]" in done.err, done.err
+    same = run([*start, *[word.replace("$PORT", "0") for word in command]], cwd=tmp_path)
+    assert lines(same) == [["0"], ["1"]]
 
 
 @pytest.mark.once
