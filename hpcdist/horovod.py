@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, zip_longest
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 from weakref import WeakMethod
 
 import torch
@@ -31,17 +31,13 @@ from hpcdist.errors import RankError, coded, listed, refusal
 from hpcdist.runtime import world
 from hpcdist.tensors import accelerator
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-T = TypeVar("T")
 HorovodInternalError = RankError
 _wrong = partial(refusal, ValueError, "HD702")
 
 # Ranks, sizes and process sets
 
 
-def _fact(doc: str, read: Callable[[], T]) -> Callable[[], T]:
+def _fact(doc: str, read: Callable[[], Any]) -> Callable[[], Any]:
     """Return a function without arguments."""
     read.__doc__ = doc
     return read
@@ -91,7 +87,7 @@ class ProcessSet:
     ranks: Any = None  # sorted; of a communicator None until it is registered
     mpi_comm: Any = None
 
-    def __init__(self, ranks_or_comm: Iterable[int] | MPI.Intracomm) -> None:
+    def __init__(self, ranks_or_comm: Any) -> None:
         if hasattr(ranks_or_comm, "Get_rank"):
             self.mpi_comm = ranks_or_comm
         else:
@@ -130,40 +126,32 @@ global_process_set.process_set_id = 0
 _registered: dict[int, ProcessSet] = {}
 
 
-def init(comm: MPI.Intracomm | None = None, process_sets: Sequence[ProcessSet] = ()) -> None:
-    """Start torch.distributed over MPI, by :func:`hpcdist.init`. Collective over all ranks; may be repeated.
-
-    Args:
-        comm: an mpi4py communicator that takes the place of COMM_WORLD.
-        process_sets: these replace the sets that are registered.
-
-    Raises:
-        ValueError: on this rank, if two of its sets have the same ranks. The others are registered.
-    """
+def init(comm: Any = None, process_sets: Sequence[ProcessSet] = ()) -> None:
+    """Start torch.distributed over MPI, by :func:`hpcdist.init`. Collective over all ranks; may be repeated. `comm` is
+    used in place of COMM_WORLD. `process_sets` replace those that are registered."""
     if comm is not None and not hasattr(comm, "Get_rank"):
         raise _wrong("init(): pass an mpi4py communicator as `comm`, and ranks as process_sets=[ProcessSet(ranks)]")
     found = world.init(comm)
     global_process_set.ranks, global_process_set.mpi_comm = list(range(found.world_size)), found.comm
     _registered.setdefault(0, global_process_set)
     if process_sets:
-        _remove_all()
-        _register(process_sets, _asked(process_sets))
+        for old in list(_registered.values()):
+            remove_process_set(old)
+        _register(process_sets)
 
 
-def _asked(process_sets: Sequence[ProcessSet]) -> list[list[tuple[int, ...]]]:
-    """Return the ranks of the sets of every rank: a communicator may hold other ranks on each."""
+def _register(process_sets: Sequence[ProcessSet], same: bool = False) -> None:
+    """Make the group of each set that a rank passes. Collective over all ranks, with the same sets if `same`: a
+    communicator may hold other ranks on each."""
     for one in process_sets:
         if one.mpi_comm is not None:
             mine, whole = one.mpi_comm.Get_group(), world.current().comm.Get_group()
             one.ranks = sorted(mine.Translate_ranks(None, whole))
             mine.Free()
             whole.Free()
-    found: list[list[tuple[int, ...]]] = concat([[tuple(one.ranks) for one in process_sets]])
-    return found
-
-
-def _register(process_sets: Sequence[ProcessSet], asked: list[list[tuple[int, ...]]]) -> None:
-    """Make the group of each set that a rank has asked for. Collective over all ranks."""
+    asked: list[list[tuple[int, ...]]] = concat([[tuple(one.ranks) for one in process_sets]])
+    if odd := {r: f"{sets}, where rank 0 has {asked[0]}" for r, sets in enumerate(asked) if same and sets != asked[0]}:
+        raise RankError("add_process_set", {r: coded("HD303", text) for r, text in odd.items()})
     for ranks in dict.fromkeys(ranks for place in zip_longest(*asked) for ranks in place if ranks is not None):
         if all(known.ranks != list(ranks) for known in _registered.values()):
             one = next((one for one in process_sets if one.ranks == list(ranks)), None) or ProcessSet(ranks)
@@ -177,10 +165,7 @@ def _register(process_sets: Sequence[ProcessSet], asked: list[list[tuple[int, ..
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Register a process set, which no other equals. Collective over all ranks, with the same set."""
     one = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    asked = _asked([one])
-    if problems := {r: coded("HD303", f"{ranks}") for r, ranks in enumerate(asked) if ranks != asked[0]}:
-        raise RankError(f"add_process_set({asked[0]})", problems)
-    _register([one], asked)
+    _register([one], same=True)
     return one
 
 
@@ -195,14 +180,10 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def _remove_all() -> None:
-    for one in list(_registered.values()):
-        remove_process_set(one)
-
-
 def shutdown() -> None:
     """Free the process sets, and finalize the world. Collective over all ranks."""
-    _remove_all()
+    for one in list(_registered.values()):
+        remove_process_set(one)
     _registered.clear()
     global_process_set._forget()
     global_process_set.process_set_id = 0
@@ -261,18 +242,13 @@ class Operation:
         self.rows: list[list[int]] = []  # of every rank, when it runs: rows of each tensor; of alltoall, the splits
         if problem := self._problem():
             raise _wrong(f"{self.kind}: {problem}")
-        self.process_set.submitted[self.kind] += self.name is None
+        self.process_set.submitted[self.kind] += not self.name
         self.name = str(self.name or f"{self.kind}.noname.{self.process_set.submitted[self.kind]}")
-        self.tensors: list[Tensor] = []  # contiguous; allreduce and broadcast write them
-        self.contexts: list[Any] = []
-        for x in _listed(self.given):
-            sent, context = self.compression.compress(x.detach())
-            sent, shared = (
-                _scaled(sent, self.prescale_factor),
-                self.in_place or self.kind not in ("allreduce", "broadcast"),
-            )
-            self.tensors.append(sent.contiguous() if shared else sent.clone(memory_format=torch.contiguous_format))
-            self.contexts.append(context)
+        sent = [self.compression.compress(x.detach()) for x in _listed(self.given)]
+        self.contexts = [context for _, context in sent]
+        self.tensors = [_scaled(x, self.prescale_factor).contiguous() for x, _ in sent]
+        if self.kind in ("allreduce", "broadcast") and not self.in_place:  # which write the tensors
+            self.tensors = [x.clone() for x in self.tensors]
         self.process_set.pending[self.name] = self
 
     def _problem(self) -> str | None:
@@ -295,13 +271,11 @@ class Operation:
 
     def request(self) -> dict[str, Any]:
         """What the other ranks must know: what must agree, and rows, which need not."""
-        xs, ragged = self.tensors, self.kind in ("allgather", "alltoall")
-        rows = xs[1].tolist() if self.kind == "alltoall" else [len(x) for x in xs if ragged]
+        pair, ragged = self.kind == "alltoall", self.kind in ("allgather", "alltoall")
+        rows = self.tensors[1].tolist() if pair else [len(x) for x in self.tensors if ragged]
+        xs = self.tensors[:1] if pair else self.tensors
         tensors = [(str(x.dtype).removeprefix("torch."), x.device.type, *x.shape[ragged:]) for x in xs]
-        return {key: getattr(self, key) for key in _SAME} | {
-            "tensors": tensors[: 1 if self.kind == "alltoall" else None],
-            "rows": rows,
-        }
+        return {"tensors": tensors, "rows": rows, **{key: getattr(self, key) for key in _SAME}}
 
     def finish(self, found: list[Tensor]) -> None:
         """Make the result of the tensors that were received."""
@@ -314,6 +288,42 @@ class Operation:
             x.detach().copy_(y)  # nothing, if it was written
         self.result = self.given if self.in_place else found if isinstance(self.given, (list, tuple)) else found[0]
         self.tensors = []
+
+    # Each kind: runs on the tensors of one or more operations with the same arguments. Returns what is received.
+
+    def allreduce(self, xs: list[Tensor]) -> list[Tensor]:
+        for few in _take_tensors(xs, _FUSED):  # type: ignore[no-untyped-call]
+            flat = few[0].view(-1) if len(few) == 1 else torch.cat([x.view(-1) for x in few])
+            dist.all_reduce(flat, _REDUCE[self.op], self.process_set.group)
+            for x, part in zip(few, flat.split([x.numel() for x in few]), strict=True):
+                x.copy_(part.view_as(x))  # nothing, if there is one
+        return xs
+
+    def allgather(self, xs: list[Tensor]) -> list[Tensor]:
+        return [concat(x, group=self.process_set.group) for x in xs]
+
+    def broadcast(self, xs: list[Tensor]) -> list[Tensor]:
+        for x in xs:
+            dist.broadcast(x, self.root_rank, self.process_set.group)
+        return xs
+
+    def alltoall(self, xs: list[Tensor]) -> list[Tensor]:
+        me, found = self.process_set.rank() or 0, []
+        sends, recvs = self.rows[me], [rows[me] for rows in self.rows]
+        for x, splits in zip(xs[::2], xs[1::2], strict=True):
+            found += [x.new_empty((sum(recvs), *x.shape[1:])), torch.tensor(recvs, device=splits.device)]
+            dist.all_to_all_single(found[-2], x[: sum(sends)], recvs, sends, group=self.process_set.group)
+        return found
+
+    def reducescatter(self, xs: list[Tensor]) -> list[Tensor]:
+        parts = [list(x.tensor_split(len(self.process_set.ranks))) for x in xs]
+        found = [torch.empty_like(some[self.process_set.rank() or 0]) for some in parts]
+        for out, some in zip(found, parts, strict=True):
+            dist.reduce_scatter(out, some, _REDUCE[self.op], self.process_set.group)
+        return found
+
+    def barrier(self, xs: list[Tensor]) -> list[Tensor]:
+        return xs
 
 
 def _listed(given: Any) -> list[Any]:
@@ -328,14 +338,9 @@ def _scaled(x: Tensor, factor: float) -> Tensor:
 
 
 def synchronize(handle: Operation) -> Any:
-    """Wait for an operation, and return its result: a tensor, or a list; of alltoall also the received splits.
-
-    Collective over its process set: another rank may wait for another operation.
-
-    Raises:
-        RankError: on every rank that has submitted it, if the ranks' tensors or arguments differ; on every rank, if
-            they wait for operations that others have not submitted.
-    """
+    """Wait for an operation, and return its result: a tensor, or a list. Collective over its process set, where other
+    ranks may wait for other operations. Raises a RankError on every rank if their calls differ, or if they wait for
+    operations that others have not submitted."""
     if not isinstance(handle, Operation):
         raise _wrong(f"expected a handle, which the forms with 'async' return, got {type(handle).__name__}")
     while not handle.done:
@@ -380,26 +385,22 @@ def _round(process_set: ProcessSet, waits: str | None) -> None:
     texts = concat(torch.frombuffer(bytearray(mine, "ascii"), dtype=torch.uint8), group=process_set.group)
     told = dict(zip(process_set.ranks, map(json.loads, texts.numpy().tobytes().splitlines()), strict=True))
     process_set.joined |= {r: None for r, (name, _) in told.items() if not name}
-    names = dict.fromkeys(name for _, requests in told.values() for name in requests)
-    lacking = {
-        name: [r for r, (waiting, requests) in told.items() if waiting and name not in requests] for name in names
-    }
+    names = dict.fromkeys(name for _, calls in told.values() for name in calls)
+    lacking = {name: [r for r, (waits, calls) in told.items() if waits and name not in calls] for name in names}
     ready = [name for name in names if not lacking[name]]
     if not ready and any(name for name, _ in told.values()):
-        pending.pop(waits or "", None)
+        pending.clear()
         process_set.joined.clear()
-        stuck = {
-            r: f"it waits for {name!r}, which ranks {listed(lacking[name])} have not submitted"
-            if name
-            else "it is in join()"
-            for r, (name, _) in told.items()
-        }
-        raise RankError("synchronize", {r: coded("HD301", text) for r, text in stuck.items()})
-    agreed = [_agree(process_set, name, {r: requests.get(name) for r, (_, requests) in told.items()}) for name in ready]
+        problems = {r: coded("HD301", "it is in join()") for r in told}
+        for r, name in [(r, name) for r, (name, _) in told.items() if name]:
+            text = f"it waits for {name!r}, which ranks {listed(lacking[name])} have not submitted"
+            problems[r] = coded("HD301", text)
+        raise RankError("synchronize", problems)
+    agreed = [_agree(process_set, name, {r: calls.get(name) for r, (_, calls) in told.items()}) for name in ready]
     alike = groupby(filter(None, agreed), lambda one: [getattr(one, key) for key in (*_SAME, "rows")])
     for together in [list(group) for _, group in alike]:
         try:
-            found = iter(_RUN[together[0].kind](together[0], [x for one in together for x in one.tensors]))
+            found = iter(getattr(together[0], together[0].kind)([x for one in together for x in one.tensors]))
             for one in together:
                 one.finish([next(found) for _ in one.tensors])
         except Exception as error:
@@ -415,10 +416,9 @@ def _agree(process_set: ProcessSet, name: str, requests: dict[int, Any]) -> Oper
     first = next(filter(None, requests.values()))
     problems = {}
     for r, request in requests.items():
-        odd = [key for key in (*_SAME, "tensors") if request and request[key] != first[key]]
+        odd = next((key for key in (*_SAME, "tensors") if request and request[key] != first[key]), None)
         if odd:
-            text = f"{odd[0]} is {request[odd[0]]}, where another rank has {first[odd[0]]}"
-            problems[r] = coded("HD303", text)
+            problems[r] = coded("HD303", f"{odd} is {request[odd]}, where another rank has {first[odd]}")
         elif request is None and first["kind"] != "barrier" and first["op"] not in (Average, Sum):
             problems[r] = coded("HD301", "it is in join(), which allows allreduce (Sum, Average) and barrier only")
     if name not in process_set.pending and not problems:
@@ -430,46 +430,6 @@ def _agree(process_set: ProcessSet, name: str, requests: dict[int, Any]) -> Oper
         one.done, one.error = bool(problems), RankError(f"{one.kind} {name!r}", problems) if problems else None
     return None if problems else one
 
-
-def _allreduce(one: Operation, xs: list[Tensor]) -> list[Tensor]:
-    for few in _take_tensors(xs, _FUSED):  # type: ignore[no-untyped-call]
-        flat = few[0].view(-1) if len(few) == 1 else torch.cat([x.view(-1) for x in few])
-        dist.all_reduce(flat, _REDUCE[one.op], one.process_set.group)
-        for x, part in zip(few, flat.split([x.numel() for x in few]), strict=True):
-            x.copy_(part.view_as(x))  # nothing, if there is one
-    return xs
-
-
-def _reducescatter(one: Operation, xs: list[Tensor]) -> list[Tensor]:
-    parts = [list(x.tensor_split(len(one.process_set.ranks))) for x in xs]
-    outs = [torch.empty_like(some[one.process_set.rank() or 0]) for some in parts]
-    for out, some in zip(outs, parts, strict=True):
-        dist.reduce_scatter(out, some, _REDUCE[one.op], one.process_set.group)
-    return outs
-
-
-def _allgather(one: Operation, xs: list[Tensor]) -> list[Tensor]:
-    return [concat(x, group=one.process_set.group) for x in xs]
-
-
-def _broadcast(one: Operation, xs: list[Tensor]) -> list[Tensor]:
-    for x in xs:
-        dist.broadcast(x, one.root_rank, one.process_set.group)
-    return xs
-
-
-def _alltoall(one: Operation, xs: list[Tensor]) -> list[Tensor]:
-    me, found = one.process_set.rank() or 0, []
-    sends, recvs = one.rows[me], [rows[me] for rows in one.rows]
-    for x, splits in zip(xs[::2], xs[1::2], strict=True):
-        found += [x.new_empty((sum(recvs), *x.shape[1:])), torch.tensor(recvs, device=splits.device)]
-        dist.all_to_all_single(found[-2], x[: sum(sends)], recvs, sends, group=one.process_set.group)
-    return found
-
-
-_RUN: dict[str, Callable[[Operation, list[Tensor]], list[Tensor]]]
-_RUN = {"allreduce": _allreduce, "allgather": _allgather, "broadcast": _broadcast, "alltoall": _alltoall}
-_RUN |= {"reducescatter": _reducescatter, "barrier": lambda one, xs: xs}
 
 # The forms of operations, and their gradients
 
@@ -732,10 +692,11 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         optimizer.load_state_dict(state)
 
 
-def _gather_pickles(obj: Any, name: str | None, process_set: ProcessSet) -> list[bytes]:
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Return the objects of all ranks on every rank, by pickle."""
     handle = allgather_async(torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8), name, process_set)
-    whole = synchronize(handle)
-    return [part.numpy().tobytes() for part in whole.split([rows[0] for rows in handle.rows])]
+    parts = synchronize(handle).split([rows[0] for rows in handle.rows])
+    return [pickle.loads(part.numpy()) for part in parts]
 
 
 def broadcast_object(
@@ -744,13 +705,8 @@ def broadcast_object(
     """Return the root's object on every rank, by pickle. `root_rank` is a rank of the world."""
     if root_rank not in (process_set.ranks or ()):
         raise _wrong(f"broadcast_object: root_rank {root_rank} is not in {process_set}")
-    found = _gather_pickles(obj if rank() == root_rank else None, name, process_set)
-    return obj if rank() == root_rank else pickle.loads(found[process_set.ranks.index(root_rank)])
-
-
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Return the objects of all ranks on every rank, by pickle."""
-    return [pickle.loads(data) for data in _gather_pickles(obj, name, global_process_set)]
+    found = allgather_object(obj if rank() == root_rank else None, name, process_set)
+    return obj if rank() == root_rank else found[process_set.ranks.index(root_rank)]
 
 
 _REFUSED = {
