@@ -104,6 +104,84 @@ def test_process_sets() -> None:
         assert hvd.remove_process_set(first)
 
 
+def test_wrong_calls() -> None:
+    """Each is refused on the rank that makes it, and the next call works."""
+    x = torch.ones(2)
+    handle = hvd.allreduce_async(x, name="twice", op=hvd.Sum)
+    for error, ask in (
+        (ValueError, lambda: hvd.allreduce_async(x, name="twice")),
+        (ValueError, lambda: hvd.synchronize(hvd.allreduce(x))),
+        (ValueError, lambda: hvd.poll(None)),
+        (ValueError, lambda: hvd.allreduce(1.0)),
+        (ValueError, lambda: hvd.broadcast(x, hvd.size())),
+        (ValueError, lambda: hvd.alltoall(x, [3] * hvd.size())),
+        (TypeError, lambda: hvd.allgather(x, op=hvd.Sum)),
+        (TypeError, lambda: hvd.allreduce(x, None, average=True)),
+    ):
+        with pytest.raises(error, match="HD702"):  # type: ignore[call-overload]
+            ask()  # type: ignore[no-untyped-call]
+    assert hvd.synchronize(handle).tolist() == hvd.synchronize(handle).tolist() == [hvd.size()] * 2
+
+
+def test_an_error_is_of_its_operation() -> None:
+    """What is submitted beside it has its result; names of operations that were stuck can be used again."""
+    rank, size = hvd.rank(), hvd.size()
+    good, bad = hvd.allreduce_async(torch.ones(1), op=hvd.Sum), hvd.allreduce_async(torch.ones(1) * 1j, op=hvd.Min)
+    with pytest.raises(ValueError, match="complex"):
+        hvd.synchronize(bad)
+    assert hvd.synchronize(good).item() == size
+    for _ in range(2 if size > 1 else 0):
+        handle = hvd.allreduce_async(torch.ones(1), name=f"only on {rank}")
+        with pytest.raises(hpcdist.RankError, match="have not submitted"):
+            hvd.allreduce(torch.ones(1), name=f"also only on {rank}")
+        with pytest.raises(ValueError, match="an error has ended it"):
+            hvd.synchronize(handle)
+
+
+def test_gradients() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    total, mean = size * (size + 1) / 2, (size + 1) / 2  # of the gradients, rank + 1, of all results
+    wanted = {
+        lambda x: hvd.allreduce(x, op=hvd.Sum): [total] * size,
+        lambda x: hvd.allreduce(x, compression=hvd.Compression.fp16): [mean] * size,
+        lambda x: hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum)[1]: [2 * total] * size,
+        lambda x: hvd.broadcast(x, 0): [mean * (rank == 0)] * size,
+        lambda x: hvd.alltoall(x): [dest + 1 for dest in range(size)],
+        lambda x: hvd.reducescatter(x, op=hvd.Sum): [size * (dest + 1) for dest in range(size)],
+    }
+    for call, want in wanted.items():
+        x = torch.ones(size, requires_grad=True)
+        ((rank + 1) * call(x)).sum().backward()  # type: ignore[no-untyped-call]
+        assert x.grad is not None and x.grad.tolist() == pytest.approx(want)
+
+
+def test_an_optimizer_that_is_dropped_counts_no_more() -> None:
+    p = torch.nn.Parameter(torch.zeros(2))
+    for _ in range(2):
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)])
+        for _ in range(2):
+            p.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert p.tolist() == [-4, -4]
+    p.sum().backward()
+    with pytest.raises(AssertionError, match="HD702"):
+        p.sum().backward()
+    optimizer.step()
+
+
+def test_optimizer_state() -> None:
+    """The root alone has it."""
+    rank, p = hvd.rank(), torch.nn.Parameter(torch.full((2,), 1.0))
+    optimizer = torch.optim.Adam([p], lr=0.5 + rank)
+    if rank == 0:
+        (p * torch.tensor([3.0, 4.0])).sum().backward()
+        optimizer.step()
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    assert optimizer.param_groups[0]["lr"] == 0.5 and optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    assert torch.allclose(optimizer.state[p]["exp_avg"], torch.tensor([0.3, 0.4])) and optimizer.state[p]["step"] == 1
+
+
 def test_refused() -> None:
     for ask in (lambda: hvd.elastic, lambda: hvd.SyncBatchNorm, lambda: hvd.allreduce(torch.ones(1), op=hvd.Adasum)):
         with pytest.raises(NotImplementedError, match="HD702"):
