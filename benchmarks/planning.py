@@ -69,7 +69,7 @@ def save(asked: argparse.Namespace, dim: int | None, ragged: bool, chunks: Seque
     start = now()
     for along in extents:
         shape = shape_of(dim, int(along.sum()))
-        plans.append(plan_save(Dataset("x", shape, torch.float32, None, chunks), dim, along, WINDOW, asked.ranks))
+        plans.append(plan_save(Dataset("x", shape, torch.float32, chunks=chunks), dim, along, WINDOW, asked.ranks))
     found = sum(peers(plan, asked.ranks // 2) for plan in plans)
     asked.seconds.append([end - begin for end, begin in zip(now(), start, strict=True)])
     return found
@@ -132,7 +132,7 @@ def save_safetensors(asked: argparse.Namespace) -> int:
         datasets = [
             Dataset(f"layers.{i}.weight", shape, torch.float32, grid(shape, WINDOW // 4)) for i in range(asked.tensors)
         ]
-        files = divide(str(path), datasets, 5 * 10**9)
+        files = divide(str(path), [d.nbytes() for d in datasets], 5 * 10**9)
         path.touch()
         found = len(SAFETENSORS.create(path, datasets, {}).data)
         asked.seconds.append([end - begin for end, begin in zip(now(), start, strict=True)])

@@ -185,7 +185,7 @@ def _reduce_with_torch(team: Team, x: Tensor, op: Reduction) -> None:
         _allgather(team, whole, op.scaled(x))
         op.of(list(split(whole, numel)) if numel else [whole], x)
         return
-    lengths = [end - start for start, end in layout.block_ranges(numel, size, size)]
+    lengths = layout.block(numel, size)
     parts, counts = list(split(x, lengths)), [length * x.itemsize for length in lengths]
     reduce_scatter(team, parts[team.rank], parts, op)
     MPI_ROUTE.allgatherv(team, bytes_of(parts[team.rank]), bytes_of(x), counts, layout.displs(counts))
@@ -246,7 +246,8 @@ def _all_reduce_shared(team: Team, x: Tensor, out: Tensor, op: Reduction) -> boo
     slots = memory[: (size + 1) * SLOT].view(size + 1, SLOT).view(x.dtype)
     result = slots[size]
     for start, length in layout.pieces(x.numel(), SLOT // x.itemsize):
-        first, last = layout.block_ranges(length, size, size)[me]
+        mine = layout.block_range(length, size, me)
+        first, last = mine.start, mine.stop
         here = x[start : start + length]
         slots[me, :first].copy_(here[:first])
         slots[me, last:length].copy_(here[last:])

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpcdist.collectives import join, redistribute, results, split
-from hpcdist.collectives import run as driver
+from hpcdist.collectives import join, redistribute, results, run as driver, split
 from hpcdist.collectives.run import Like, Plannable
 from hpcdist.collectives.small import BEHIND_HEADERS
 from hpcdist.comm.team import Team

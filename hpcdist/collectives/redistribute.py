@@ -24,8 +24,7 @@ from hpcdist.runtime import world
 from hpcdist.tensors import pool
 from hpcdist.tensors.blocks import Blocks
 from hpcdist.tensors.storage import copyable, overlap, row_major, sum_dtype
-from hpcdist.validation import collective
-from hpcdist.validation import local as checks
+from hpcdist.validation import collective, local as checks
 from hpcdist.validation.call import Call
 from hpcdist.validation.collective import Agreed
 

@@ -21,7 +21,6 @@ from hpcdist.runtime.world import World, team_of
 from hpcdist.staging.arguments import check_safetensors, flatten, shard_size
 from hpcdist.staging.reader import OpenFiles
 from hpcdist.staging.writer import SaveOptions
-from hpcdist.validation.local import ArgumentError
 
 _VERB = "convert"
 _FILES = (safetensors.SUFFIX, ".h5")
@@ -77,15 +76,15 @@ def _look(args: Namespace) -> tuple[Contents, int | None]:
             flatten(dict.fromkeys(dtypes))  # checks the names
         else:
             check_safetensors(dtypes, {}, {})
-    except (ArgumentError, ValueError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise InputError("HD418", f"{out}: {error}") from error
     files = [source, *contents.files, *glob.glob(os.path.join(glob.escape(source), "*.json"))]
-    datasets = [Dataset(s.name, s.shape, s.dtype) for s in contents.tensors.values()]
+    sizes = [stored.nbytes() for stored in contents.tensors.values()]
     index = filter(os.path.exists, [safetensors.index_of(out)])  # which is replaced, or removed
     folder = os.path.dirname(os.path.abspath(out))
     if not out.endswith(".h5") and os.path.isdir(source) and os.path.realpath(source) == os.path.realpath(folder):
         raise InputError("HD507", f"{out}: would be read as a part of the input, {source}")
-    for name in [out, *(name for name, _ in safetensors.divide(out, datasets, limit)), *index]:
+    for name in [out, *(name for name, _ in safetensors.divide(out, sizes, limit)), *index]:
         check_output(name, files, 0 if args.resume else contents.nbytes())
     return contents, limit
 

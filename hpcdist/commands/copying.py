@@ -71,17 +71,13 @@ class Source(NamedTuple):
 
     Attributes:
         spec: the user's name for it: the path, and after a colon the array's name where the file may hold several.
-        name: of the array in the file, given or not.
+        stored: the array in the file.
         contents: what the file holds of it.
     """
 
     spec: str
-    name: str
+    stored: Stored
     contents: Contents
-
-    @property
-    def stored(self) -> Stored:
-        return self.contents.tensors[self.name]
 
 
 def described(spec: str) -> Source:
@@ -100,13 +96,13 @@ def described(spec: str) -> Source:
     if key and "" in contents.tensors:
         raise InputError("HD408", f"{path}: holds an array without a name, and no array {key!r}")
     found = contents.chosen(key)
-    names = list(found.tensors)
-    if not names:
+    arrays = list(found.tensors.values())
+    if not arrays:
         raise InputError("HD408", f"{path}: holds no array")
-    if len(names) > 1:
-        one = f"name one as {path}:NAME; it has: {listed(names)}; hpcdist convert copies all"
-        raise InputError("HD408", f"{path}: holds {len(names)} arrays; {one}")
-    return Source(spec, names[0], found)
+    if len(arrays) > 1:
+        one = f"name one as {path}:NAME; it has: {listed(found.tensors)}; hpcdist convert copies all"
+        raise InputError("HD408", f"{path}: holds {len(arrays)} arrays; {one}")
+    return Source(spec, arrays[0], found)
 
 
 def _split(spec: str) -> tuple[str, str | None]:
@@ -291,7 +287,7 @@ def in_pieces(path: str, datasets: Sequence[Dataset], window: int) -> list[Datas
     found = []
     for d in datasets:
         limit, pieces = piece_limit(window // 2, d.dtype.itemsize), d.pieces
-        if pieces is None or not len(pieces) or int(pieces.sizes.max()) > limit or not pieces.are_runs:
+        if not len(pieces) or int(pieces.sizes.max()) > limit or not pieces.are_runs:
             try:
                 check_pieces(d.shape, d.dtype.itemsize, limit)
             except ArgumentError as error:
@@ -346,7 +342,6 @@ def share(datasets: Sequence[Dataset], rank: int, size: int) -> list[tuple[int, 
     total, last = int(first[-1]), rank + 1 == size
     limits = total * rank // size, total * (rank + 1) // size + last  # the last has what begins at the end, too
     for i, (start, d) in enumerate(zip(first[:-1], datasets, strict=True)):
-        assert d.pieces is not None
         low, high = np.searchsorted(start + d.pieces.starts * d.dtype.itemsize, limits).tolist()
         found += [(i, row, d.pieces[row]) for row in range(low, high)]
     return found

@@ -32,58 +32,40 @@ def main(world: World, args: argparse.Namespace) -> int:
     if args.what == "verify":
         return _verify(world, contents, args.json)
     if world.rank == 0:
-        print(json.dumps(_as_json(contents)) if args.json else _listing(contents), flush=True)
+        report = _report(contents)
+        print(json.dumps(report) if args.json else _listing(report), flush=True)
     return 0
 
 
-def _listing(contents: Contents) -> str:
-    rows = [
-        [
-            shown(stored.name) or "-",
-            str(stored.shape),
-            str(stored.dtype).removeprefix("torch."),
-            show_bytes(stored.nbytes()),
-            "-" if stored.pieces is None else str(len(stored.pieces)),
-            ranks_text(stored.pieces["rank"].tolist()) if stored.pieces is not None and len(stored.pieces) else "-",
-            _storage(stored),
-        ]
-        for stored in contents.tensors.values()
-    ]
-    others = contents.external | contents.left_out
-    rows += [[shown(name), "-", "-", "-", "-", "-", why] for name, why in others.items()]
+def _report(contents: Contents) -> dict[str, Any]:
+    """What ls prints as JSON."""
+    tensors = []
+    for stored in contents.tensors.values():
+        how = "read by its library" if stored.raw is None else "contiguous"
+        if stored.parts is not None:
+            how = plural(len(stored.parts.places), "part")
+        table_ = stored.pieces
+        tensors.append({
+            "name": stored.name, "shape": list(stored.shape), "dtype": str(stored.dtype).removeprefix("torch."),
+            "bytes": stored.nbytes(), "pieces": None if table_ is None else len(table_),
+            "writers": None if table_ is None or not len(table_) else ranks_text(table_["rank"].tolist()),
+            "storage": how,
+        })  # fmt: skip
+    found = {"path": contents.path, "kind": contents.kind, "checksums": contents.checked, "tensors": tensors}
+    return found | {"elsewhere": contents.external, "left_out": contents.left_out}
+
+
+def _listing(report: dict[str, Any]) -> str:
+    """The report as text."""
     head = ["name", "shape", "dtype", "size", "pieces", "writers", "storage"]
-    return "\n".join([table(head, rows), "", f"{contents.kind}: {_state(contents)}"])
-
-
-def _storage(stored: Stored) -> str:
-    if stored.parts is not None:
-        return plural(len(stored.parts.places), "part")
-    return stored.filters or ("contiguous" if stored.raw is not None else "read by its library")
-
-
-def _state(contents: Contents) -> str:
-    return "complete, with checksums" if contents.checked else "no checksums of hpcdist's"
-
-
-def _as_json(contents: Contents) -> dict[str, Any]:
-    return {
-        "path": contents.path,
-        "kind": contents.kind,
-        "checksums": contents.checked,
-        "tensors": [
-            {
-                "name": stored.name,
-                "shape": list(stored.shape),
-                "dtype": str(stored.dtype).removeprefix("torch."),
-                "bytes": stored.nbytes(),
-                "pieces": None if stored.pieces is None else len(stored.pieces),
-                "storage": _storage(stored),
-            }
-            for stored in contents.tensors.values()
-        ],
-        "elsewhere": contents.external,
-        "left_out": contents.left_out,
-    }
+    rows = []
+    for of in report["tensors"]:
+        of |= {"name": shown(of["name"]), "shape": tuple(of["shape"]), "size": show_bytes(of["bytes"])}
+        rows.append(["-" if of[column] in (None, "") else of[column] for column in head])
+    others = report["elsewhere"] | report["left_out"]
+    rows += [[shown(name), *["-"] * 5, why] for name, why in others.items()]
+    state = "complete, with checksums" if report["checksums"] else "no checksums of hpcdist's"
+    return "\n".join([table(head, rows), "", f"{report['kind']}: {state}"])
 
 
 def _verify(world: World, contents: Contents, as_json: bool) -> int:

@@ -92,7 +92,7 @@ def with_hint(text: str) -> str:
 
 def refusal(kind: Callable[[str], E], code: str, text: str) -> E:
     """Return an exception of Python's own, such as a ValueError, with a code in its message and the hint after it."""
-    return _hinted(kind(coded(code, text)))
+    return hinted(kind(coded(code, text)))
 
 
 def described(error: BaseException, code: str) -> str:
@@ -102,7 +102,7 @@ def described(error: BaseException, code: str) -> str:
     return coded(code, str(error) if own else f"{type(error).__name__}: {error}")
 
 
-def _hinted(error: E) -> E:
+def hinted(error: E) -> E:
     """Add the hint as a note: tracebacks show it after the message, of which it is no part."""
     text = hint(str(error))
     if text is not None:
@@ -125,7 +125,7 @@ class HpcdistError(RuntimeError):
     def __init__(self, *args: str) -> None:
         """Take a code and a message, or a message that has its code already."""
         super().__init__(*labelled(args))
-        _hinted(self)
+        hinted(self)
 
     @property
     def codes(self) -> list[str]:

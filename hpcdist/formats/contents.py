@@ -22,6 +22,7 @@ from hpcdist.layout import Box
 from hpcdist.layout.box import Ints, Listed
 from hpcdist.tensors.storage import DTYPES
 
+NO_PIECES = Listed.of([], ())
 Table = np.ndarray[Any, np.dtype[np.void]]
 Slices = Callable[[Box], Tensor]
 """Returns a box of an array as its format's own library reads it: a CPU tensor."""
@@ -53,7 +54,6 @@ class Stored:
         raw: where its bytes lie, if they are one run of a file.
         parts: where they lie, if they are in parts. With neither, only its format's library can read it.
         pieces: the table of its pieces, if hpcdist wrote it: "offset", "shape", "xxh3_64" and "rank".
-        filters: name of its compression.
     """
 
     name: str
@@ -62,15 +62,13 @@ class Stored:
     raw: Raw | None = None
     parts: Parts | None = None
     pieces: Table | None = None
-    filters: str = ""
 
     @cached_property
     def boxes(self) -> Listed:
         """The boxes of its pieces; none if it has no table of them."""
         n = len(self.shape)
         if self.pieces is None:
-            none = np.empty((0, n), np.int64)
-            return Listed(none, none, self.shape)
+            return Listed.of([], self.shape)
         return Listed(self.pieces["offset"][:, :n], self.pieces["shape"][:, :n], self.shape)
 
     @cached_property
@@ -202,7 +200,7 @@ class Dataset:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: Listed | None = None
+    pieces: Listed = NO_PIECES
     chunks: tuple[int, ...] | None = None
     filters: Mapping[str, Any] = field(default_factory=dict)
     attrs: Mapping[str, Any] = field(default_factory=dict)
@@ -252,7 +250,6 @@ class Format(ABC):
             FileError: if the file does not exist, has another format, or is damaged, truncated or incomplete.
         """
 
-    @abstractmethod
     def by_library(self, path: str, stored: Stored) -> Slices:
         """Return a tensor as the format's own library reads it: what no other way can read, and to compare. No file
         stays open, and no more than the box is read if the library can do that.
@@ -260,6 +257,7 @@ class Format(ABC):
         Args:
             path: of the file, or of a descriptor: ``/proc/self/fd/N``.
         """
+        raise NotImplementedError  # a format whose tensors are in parts
 
     def create(self, path: Path, datasets: Sequence[Dataset], attrs: Mapping[str, Any]) -> FileMap:
         """Lay out a new file for these datasets, of its full size: only the data are missing.

@@ -81,7 +81,6 @@ def table_of(dataset: Dataset, rows: Ints, checksums: np.ndarray[Any, Any], rank
     """The table of a dataset whose pieces with these numbers have these checksums, and were written by these ranks; in
     the order of the tensor's elements."""
     boxes, n = dataset.pieces, len(dataset.shape)
-    assert boxes is not None
     table = np.zeros(len(boxes), record_dtype(n))
     table["offset"][:, :n], table["shape"][:, :n] = boxes.offsets, boxes.shapes
     if not n:
@@ -295,7 +294,6 @@ def _stored(
     Args:
         planned: by name, the tensor's entry in the plan, which it must fit, and the table of its pieces.
     """
-    import h5py
     from h5py import h5d
 
     found, external, others = {}, {}, {}
@@ -317,8 +315,7 @@ def _stored(
         where = None
         if chunks is None and dataset.get_offset() is not None and dataset.get_type() == _type_of(dtype):
             where = Raw(path, dataset.get_offset(), shape, dtype)
-        filters = str(h5py.Dataset(dataset).compression or "chunked") if chunks else ""
-        found[name] = Stored(name, shape, dtype, where, None, table, filters)
+        found[name] = Stored(name, shape, dtype, where, None, table)
     return found, external, others
 
 

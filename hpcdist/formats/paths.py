@@ -94,20 +94,15 @@ def status_of_old(target: Path) -> os.stat_result | None:
     return old
 
 
-@contextmanager
-def open_regular(path: str) -> Iterator[int]:
-    """A file descriptor for reading a regular file.
+def open_regular(path: str) -> int:
+    """Open a regular file for reading; return its descriptor.
 
     Raises:
         FileError: no such file, not a regular file, or it may not be read.
     """
     check_regular(path)  # before it is opened, which waits if it is a FIFO
     with file_errors(path):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 @contextmanager
@@ -116,8 +111,11 @@ def utf8_path(path: str) -> Iterator[str]:
     if path.encode(errors="replace") == os.fsencode(path):
         yield path
     else:
-        with open_regular(path) as fd:
+        fd = open_regular(path)
+        try:
             yield f"/proc/self/fd/{fd}"
+        finally:
+            os.close(fd)
 
 
 def shown(text: str) -> str:

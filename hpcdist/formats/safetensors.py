@@ -173,8 +173,8 @@ def index_of(path: str) -> str:
     return path.removesuffix(SUFFIX) + INDEX
 
 
-def divide(path: str, datasets: Sequence[Dataset], limit: int | None) -> list[tuple[str, list[int]]]:
-    """Divide tensors among files of at most `limit` bytes of data, in their order; a larger tensor has its own.
+def divide(path: str, sizes: Sequence[int], limit: int | None) -> list[tuple[str, list[int]]]:
+    """Divide tensors of so many bytes among files of at most `limit` bytes, in their order; a larger one has its own.
 
     Args:
         limit: None for one file.
@@ -185,12 +185,12 @@ def divide(path: str, datasets: Sequence[Dataset], limit: int | None) -> list[tu
     """
     files: list[list[int]] = [[]]
     nbytes = 0
-    for i, dataset in enumerate(datasets):
-        if limit is not None and files[-1] and nbytes + dataset.nbytes() > limit:
+    for i, size in enumerate(sizes):
+        if limit is not None and files[-1] and nbytes + size > limit:
             files.append([])
             nbytes = 0
         files[-1].append(i)
-        nbytes += dataset.nbytes()
+        nbytes += size
     if len(files) == 1:
         return [(path, files[0])]
     stem = path.removesuffix(SUFFIX)

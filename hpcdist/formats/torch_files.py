@@ -36,7 +36,7 @@ from hpcdist.process import host_memory
 
 METADATA = ".metadata"  # of a folder
 
-_MOST_NAMES, _DEEPEST = 2**18, 100  # of dicts that are in a file more than once; of dicts within each other
+_MOST_NAMES, _DEEPEST = 2**20, 100  # of what dicts hold; of dicts within each other
 _LOCAL, _LENGTHS = 30, 26  # bytes of a member's own header; where the lengths of its name and its extra field are
 _ALIGNMENT = 64  # bytes, of what torch.save writes
 _NUMBER = re.compile(r"/data/(\d+)$")
@@ -169,14 +169,13 @@ def _tensors(path: str, held: object) -> tuple[dict[str, Tensor], dict[str, str]
         raise FileError("HD408", f"{path}: holds {type(held).__name__}, expected a tensor or a dict of tensors")
     found: dict[str, Tensor] = {}
     others: dict[str, str] = {}
-    seen, repeated = set[int](), 0
+    count = 0
 
     def add(prefix: str, part: dict[Any, Any], above: frozenset[int]) -> None:
-        nonlocal repeated
-        repeated += len(part) if id(part) in seen else 0
-        if repeated > _MOST_NAMES or len(above) > _DEEPEST:  # a forged one: each dict twice in the one above
+        nonlocal count
+        count += 1 + len(part)
+        if count > _MOST_NAMES or len(above) > _DEEPEST:  # a forged one: each dict twice in the one above
             raise FileError("HD402", f"{path}: cannot be read: it holds more than {_MOST_NAMES:,} dicts and tensors")
-        seen.add(id(part))
         within = above | {id(part)}
         for key, value in part.items():
             name = f"{prefix}{key}"
@@ -221,9 +220,6 @@ class _Dcp(Format):
             places = [held.storage_data.get(MetadataIndex(key, chunk.offsets)) for chunk in entry.chunks]
             tensors[key] = _stored(path, key, entry, places, files)
         return Contents(path, "DCP folder", tensors, files, {}, values)
-
-    def by_library(self, path: str, stored: Stored) -> Slices:
-        raise NotImplementedError  # its tensors are in parts
 
 
 DCP = _Dcp()

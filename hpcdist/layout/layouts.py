@@ -140,21 +140,9 @@ def block_range(extent: int, parts: int, rank: int) -> range:
         >>> block_range(5, 3, 1)
         range(2, 4)
     """
-    return range(*block_ranges(extent, parts, parts)[rank])
-
-
-def block_ranges(extent: int, parts: int, owners: int) -> list[tuple[int, int]]:
-    """Partition `extent` items by the block rule among `owners` of `parts` ranks, evenly spread: (start, end) per rank.
-
-    Example::
-
-        >>> block_ranges(10, 4, 2)       # ranks 0 and 2
-        [(0, 5), (5, 5), (5, 10), (10, 10)]
-    """
-    chosen = {i * parts // owners for i in range(owners)}
-    counts = iter(block(extent, owners))
-    ends = list(accumulate((next(counts) if rank in chosen else 0 for rank in range(parts)), initial=0))
-    return list(pairwise(ends))
+    quotient, rest = divmod(extent, parts)
+    start = rank * quotient + min(rank, rest)
+    return range(start, start + quotient + (rank < rest))
 
 
 class Layout(Protocol):

@@ -15,11 +15,10 @@ import shutil
 import socket
 import stat
 import tarfile
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,11 +28,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import xxhash
 
 from hpcdist.control import objects
-from hpcdist.errors import FileError, HangError, InputError, RankError, reason
+from hpcdist.errors import FileError, InputError, RankError, reason
 from hpcdist.formats.paths import lock, private_folder
-from hpcdist.process import abort
 from hpcdist.runtime.commandline import problem, show_bytes
 from hpcdist.stage_env.source import MANIFEST, Packer, Source, fail, lines, relocation, scan
+from hpcdist.watch.deadlines import limited
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -133,22 +132,9 @@ def stage_on_nodes(comm: MPI.Intracomm, request: Request) -> Staged:
     return Staged(path, source, have.count(False), comm.size, time.monotonic() - start)
 
 
-@contextmanager
-def _deadline(doing: str, seconds: float) -> Iterator[None]:
+def _deadline(doing: str, seconds: float) -> AbstractContextManager[None]:
     """A context that ends the job after so many seconds."""
-
-    def end() -> None:
-        text = f"{doing} on {_HOST} has made no progress for {seconds:g} s"
-        abort.show(HangError("HD601", text), None)
-        abort.job(1)
-
-    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    return limited(seconds, f"{doing} on {_HOST} has made no progress for {seconds:g} s")
 
 
 def _send(
@@ -317,7 +303,7 @@ def unpack(pieces: Iterator[bytes], root: str, corrected: Callable[[bytes], byte
         with tarfile.open(fileobj=stream, mode="r|", bufsize=_BLOCK, errorlevel=2) as tar:
             tar.extraction_filter = getattr(tarfile, "tar_filter", None)  # Python 3.11.4 and later
             while (member := tar.next()) is not None:
-                member.mode = member.mode & 0o755 | 0o700 * member.isdir()  # as tar_filter; a folder can be removed
+                member.mode = member.mode & 0o777 | 0o700 * member.isdir()  # no setuid bits; a folder can be removed
                 tar.extract(member, root)
                 if member.isreg() and member.size <= _TEXT and member.name.startswith(f"{inside}/"):
                     path = Path(root, member.name)

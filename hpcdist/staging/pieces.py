@@ -138,7 +138,7 @@ def _cut(shards: Shards, limit: int) -> tuple[Listed, Ints]:
 
 @lru_cache(maxsize=64)
 def block_bounds(pieces: int, size: int, workers: int) -> Ints:
-    """Divide consecutive pieces among `workers` of `size` ranks, as layout.block_ranges() does.
+    """Divide consecutive pieces among `workers` of `size` ranks, by the block rule, evenly spread among the ranks.
 
     Returns:
         The first piece of each rank, and the number of all.

@@ -35,7 +35,7 @@ from hpcdist.staging.arguments import (
     target_path,
 )
 from hpcdist.staging.pieces import MOST_PIECES, PIECE
-from hpcdist.staging.reader import OpenFiles, TensorReader, open_files
+from hpcdist.staging.reader import TensorReader, open_files
 from hpcdist.staging.save import wait_for
 from hpcdist.staging.writer import WINDOW, FileWriter, SaveOptions
 from hpcdist.tensors import pool
@@ -118,9 +118,8 @@ class ReadFile:
 
     def __init__(self, path: str, window: int) -> None:
         self._window = window
-        files = open_files(lambda: describe(path), lambda sees: [sees()])
-        self._files: OpenFiles | None = files
-        self._contents = files.contents
+        self._files = open_files(lambda: describe(path), lambda sees: [sees()])
+        self._contents, self._open = self._files.contents, True
         self.names = list(self._contents.tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -174,13 +173,9 @@ class ReadFile:
         if out is None:
             target = pool.empty(box.shape, stored.dtype, "cpu" if device is None else device, fixed=True)
         else:
-            try:
-                local.tensor(out, 0, "out")
-            except local.ArgumentError as error:
-                raise refusal(ValueError, "HD202", str(error)) from error
+            local.tensor(out, 0, "out")
             check_out(out, box.shape, stored.dtype, name)
             target = written(out, out.detach())
-        assert self._files is not None  # or _stored() has raised
         try:
             TensorReader(self._files, stored, verify).read(box, target, self._window)
         except OSError as error:
@@ -189,9 +184,8 @@ class ReadFile:
 
     def close(self) -> None:
         """Close the file. Closing it again does nothing."""
-        if self._files is not None:
-            self._files.close()
-            self._files = None
+        self._files.close()
+        self._open = False
 
     def __enter__(self) -> ReadFile:
         return self
@@ -200,7 +194,7 @@ class ReadFile:
         self.close()
 
     def _stored(self, name: str) -> Stored:
-        if self._files is None:
+        if not self._open:
             raise refusal(ValueError, "HD419", "the file is closed")
         key = self._contents.key(name)
         if key not in self._contents.tensors:
@@ -267,11 +261,7 @@ class WriteFile:
         check_inside(box, dataset.shape)
         if x.dtype != dataset.dtype:
             raise refusal(ValueError, "HD419", f"x has dtype {x.dtype}, expected {dataset.dtype}, that of {name!r}")
-        try:
-            held = local.tensor(x, 0, "x")[0]
-        except local.ArgumentError as error:
-            raise refusal(ValueError, "HD202", str(error)) from error
-        data = memory(row_major(held.cpu()).view(x.shape))
+        data = memory(row_major(local.ready(x, "x").cpu()))
         self._file.write(i, box, data)
         self._written[i].add(box, data)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,29 +33,27 @@ class OpenFiles:
 
     def __init__(self, contents: Contents, most: int = _MOST_OPEN) -> None:
         self.contents, self._most = contents, most
-        self._open: dict[str, tuple[ExitStack, int]] = {}
+        self._open: dict[str, int] = {}
 
     def fd(self, path: str) -> int:
         """The descriptor of a file; a FileError if it is not the one that was described."""
         if path not in self._open:
             if len(self._open) >= self._most:
-                self._open.pop(next(iter(self._open)))[0].close()
-            with ExitStack() as stack:
-                fd = stack.enter_context(open_regular(path))
-                at = self.contents.files[path]
+                os.close(self._open.pop(next(iter(self._open))))
+            fd, at = open_regular(path), self.contents.files[path]
+            self._open[path] = fd
+            if not at.is_of(fd):
+                plain.forget(fd)  # the cache may be out of date
                 if not at.is_of(fd):
-                    plain.forget(fd)  # the cache may be out of date
-                    if not at.is_of(fd):
-                        text = f"{path}: is another file here than on rank 0: replaced while it was read, or not shared"
-                        raise FileError("HD413", text)
-                self._open[path] = stack.pop_all(), fd
-        return self._open[path][1]
+                    os.close(self._open.pop(path))
+                    text = f"{path}: is another file here than on rank 0: replaced while it was read, or not shared"
+                    raise FileError("HD413", text)
+        return self._open[path]
 
     def close(self) -> None:
         """Close all of them. They are opened again if they are read."""
-        for stack, _ in self._open.values():
-            stack.close()
-        self._open.clear()
+        while self._open:
+            os.close(self._open.popitem()[1])
 
     def __enter__(self) -> OpenFiles:
         return self

@@ -355,7 +355,7 @@ def _plan(team: Team, call: SaveCall) -> tuple[list[Dataset], list[PiecePlan]]:
             check_shape(shape, dtype.itemsize)
             chunks = _chunks(shape, dtype, same)
             filters = same["compression"] if chunks else {}
-            x = Dataset(name, shape, dtype, None, chunks, filters, call.attrs.get(name, {}))
+            x = Dataset(name, shape, dtype, chunks=chunks, filters=filters, attrs=call.attrs.get(name, {}))
             plans.append(plan_save(x, dim, along, same["window"], same["writers"]))
             datasets.append(replace(x, pieces=plans[-1].pieces))
     except ArgumentError as error:
@@ -386,11 +386,9 @@ def _difference(first: _Arguments, other: _Arguments) -> str | None:
     option = objects.first_difference(first[0], other[0])
     if option is not None:
         return option
-    for name in (*first[1], *other[1]):
-        if name not in other[1]:
-            return coded("HD303", f"has no tensor {name!r}, which rank 0 has")
-        if name not in first[1]:
-            return coded("HD303", f"has a tensor {name!r}, which rank 0 does not have")
+    for name in sorted(first[1].keys() ^ other[1].keys()):
+        this, other_has = ("no", "has") if name in first[1] else ("a", "does not have")
+        return coded("HD303", f"has {this} tensor {name!r}, which rank 0 {other_has}")
     for name, (dtype, dim, shape) in first[1].items():
         dtype_here, dim_here, shape_here = other[1][name]
         if dtype_here != dtype:
@@ -513,7 +511,8 @@ def wait_for(path: Any, after: Team | None = None) -> None:
     join_uploads()
     place = _place(path)
     for flight in list(_flights):
-        if flight.team is not after and _is_at(flight.place, place):
+        at = flight.place
+        if flight.team is not after and at and place in (at, os.path.dirname(at), safetensors.index_of(at)):
             flight.wait()
 
 
@@ -526,14 +525,6 @@ def buffer_of(team: Team, given: Any) -> int:
     node_of = team.settings.node_of
     ranks = node_of.count(node_of[team.peers[team.rank]])
     return host_memory.available() // 2 // ranks
-
-
-def _is_at(saved: str | None, place: str | None) -> bool:
-    if saved is None or place is None:
-        return False
-    return place in (saved, os.path.dirname(saved)) or (
-        place.endswith(safetensors.INDEX) and place == safetensors.index_of(saved)
-    )
 
 
 def _place(path: Any) -> str | None:

@@ -70,9 +70,6 @@ class Contents:
         """Size of all small tensors packed: a multiple of 16, so that what follows is aligned for any dtype."""
         return -(-(sum(self.nbytes) - sum(self.nbytes[i] for i in self.large)) // _ALIGN) * _ALIGN
 
-    def is_large(self, i: int) -> bool:
-        return self.nbytes[i] >= SMALL
-
     def large_of(self, on_gpu: bool) -> list[int]:
         """Return the numbers of the large tensors in one kind of memory."""
         return [i for i in self.large if self.metas[i].on_gpu == on_gpu]

@@ -52,10 +52,6 @@ class SharedBlock:
         for at in range(start, start + length, _PIECE):
             os.posix_fallocate(self.fd, at, min(_PIECE, start + length - at))
 
-    def memory_of_system(self) -> int:
-        """Return the bytes of the system's memory that it takes."""
-        return os.fstat(self.fd).st_blocks * 512  # the unit of st_blocks, whatever that of the file system is
-
     def memory(self) -> memoryview:
         """Return its bytes: what is written there, all processes read."""
         return self._shared

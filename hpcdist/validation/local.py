@@ -14,7 +14,7 @@ from torch import Tensor
 from hpcdist import layout
 from hpcdist.comm.settings import ROUTES
 from hpcdist.comm.team import Team
-from hpcdist.errors import coded, described, labelled
+from hpcdist.errors import coded, described, hinted, labelled
 from hpcdist.tensors import storage
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.eager import recorded
@@ -33,11 +33,13 @@ from hpcdist.validation.call import (
 )
 
 
-class ArgumentError(Exception):
-    """A wrong argument; the text becomes the call's problem. Made of a code and a message, as an HpcdistError."""
+class ArgumentError(ValueError):
+    """A wrong argument; in a collective the text becomes the call's problem. Made of a code and a message, as an
+    HpcdistError."""
 
     def __init__(self, *args: str) -> None:
         super().__init__(*labelled(args))
+        hinted(self)
 
 
 def refuse_tracing() -> None:

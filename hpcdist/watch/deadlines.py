@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from math import inf
 from numbers import Real
+from types import FrameType
 
 from hpcdist.activity import callsite
 from hpcdist.errors import HangError, refusal
@@ -85,16 +86,22 @@ def first_meeting(timeout: object, env_timeout: str | None, size: int) -> Iterat
         seconds = DEFAULT
     frame = callsite.outside(sys._getframe())
     waits = f"{callsite.where('init').decode()} has waited for {seconds:g} s"
+    text = f"{waits}: the {size} ranks have not met, some may not have called it"
+    with limited(seconds, text, frame) if size > 1 else nullcontext():
+        yield
+
+
+@contextmanager
+def limited(seconds: float, text: str, frame: FrameType | None = None) -> Iterator[None]:
+    """A context that ends the job with this text after so many seconds."""
 
     def late() -> None:
-        text = f"{waits}: the {size} ranks have not met, some may not have called it"
         abort.show(HangError("HD601", text), frame)
         abort.job(1)
 
     timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), late)
     timer.daemon = True
-    if size > 1:
-        timer.start()
+    timer.start()
     try:
         yield
     finally:

@@ -35,8 +35,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from launch import DEADLINE, Job, communicate
-from launch import python as forked
+from launch import DEADLINE, Job, communicate, python as forked
 
 from hpcdist.comm.launcher import without_launcher
 

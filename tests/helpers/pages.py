@@ -23,8 +23,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from launch import Job, mpirun
-from launch import run as run_command
+from launch import Job, mpirun, run as run_command
 
 # What console blocks may show besides Python programs.
 NOT_RUN = re.compile(

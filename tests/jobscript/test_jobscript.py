@@ -17,8 +17,7 @@ import pytest
 from mpi4py import MPI
 
 from hpcdist.errors import InputError
-from hpcdist.jobscript import __main__ as command
-from hpcdist.jobscript import write
+from hpcdist.jobscript import __main__ as command, write
 from hpcdist.jobscript.__main__ import main
 from hpcdist.jobscript.shape import KINDS, OTHER_PMIS, PMIS, Shape
 

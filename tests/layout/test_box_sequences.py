@@ -8,8 +8,7 @@ from math import prod
 
 import numpy as np
 from boxes import EXTENTS, FEW, SHAPES, a_box, in_cells, shard_boxes
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hpcdist import layout
 from hpcdist.layout import Box, whole

@@ -24,8 +24,7 @@ from hpcdist.errors import HpcdistError
 from hpcdist.layout import limits as sizes
 from hpcdist.p2p import transfers
 from hpcdist.p2p.transfers import RecvTurn
-from hpcdist.tensors import message as packing
-from hpcdist.tensors import tree
+from hpcdist.tensors import message as packing, tree
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
 

@@ -30,7 +30,7 @@ from hpcdist.formats.paths import Commit
 from hpcdist.layout import Box
 from hpcdist.staging import dcp as hdf5_dcp
 from hpcdist.staging.dcp import HDF5Reader, HDF5Writer
-from hpcdist.staging.drivers import Posix
+from hpcdist.staging.drivers import PartFile
 
 pytestmark = pytest.mark.mpi
 
@@ -329,7 +329,7 @@ def test_what_a_failed_save_has_written_is_resumed(
 ) -> None:
     state, last = state_of(mesh, PLACEMENTS), world.world_size - 1
     options: dict[str, Any] = {"window": SMALL, "resume": True}
-    storage, counts, write = HDF5Writer(path, **options), [0], Posix.write
+    storage, counts, write = HDF5Writer(path, **options), [0], PartFile.write
     with monkeypatch.context() as patch:
         if step == "name":  # when all else is in the file
             patch.setattr(Commit, "finish", lambda _: 1 / 0)
@@ -341,7 +341,7 @@ def test_what_a_failed_save_has_written_is_resumed(
         counts[0] += 1
         write(*args)
 
-    monkeypatch.setattr(Posix, "write", counted)
+    monkeypatch.setattr(PartFile, "write", counted)
     if world.rank == 0:
         state["sharded"]["rows"].to_local()[0, 0] = 5  # another value: written again
     save(state, path, **options)
@@ -359,13 +359,13 @@ def test_ranks_on_several_hosts(
 ) -> None:
     """No rank writes a page that it does not fill: the coordinator does, or says that there is too much of it."""
     monkeypatch.setattr(hdf5_dcp, "_host", lambda: f"host {world.rank}")
-    write, page, filled = Posix.write, os.stat(folder).st_blksize, list[bool]()
+    write, page, filled = PartFile.write, os.stat(folder).st_blksize, list[bool]()
 
-    def checked(driver: Posix, place: int, data: memoryview, digest: Any = None) -> None:
+    def checked(driver: PartFile, place: int, data: memoryview, digest: Any = None) -> None:
         filled.append(place % page == len(data) % page == 0 and len(data) > 0)
         write(driver, place, data, digest)
 
-    monkeypatch.setattr(Posix, "write", checked)
+    monkeypatch.setattr(PartFile, "write", checked)
     wholes = {"x": whole_of((4001, 5), torch.float32), "y": whole_of((300, 700), torch.float32, 1)}
     state = {name: sharded(whole, mesh, Shard(k)) for k, (name, whole) in enumerate(wholes.items())}
     save(state, path)

@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 import hpcdist as hd
 from hpcdist import staging
 from hpcdist.formats import hdf5
+from hpcdist.staging.drivers import PartFile
 from hpcdist.staging.reader import OpenFiles
-from hpcdist.staging.writer import PartFile
 
 pytestmark = pytest.mark.mpi
 

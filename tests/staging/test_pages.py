@@ -17,7 +17,8 @@ from hpcdist import layout
 from hpcdist.formats.contents import Dataset, FileMap
 from hpcdist.formats.plain import page_size
 from hpcdist.layout import Box, run_boxes, whole
-from hpcdist.staging.writer import Edges, PartFile, RankWriter, SaveOptions
+from hpcdist.staging.drivers import Edges, PartFile
+from hpcdist.staging.writer import RankWriter, SaveOptions
 
 PAGE = 64
 
@@ -36,7 +37,8 @@ class _Copy:
 
 
 def _writer(world: hd.World, folder: Path, dataset: Dataset, at: int, limit: int, copy: Any) -> RankWriter:
-    file = PartFile(str(folder / "x.h5"), FileMap("x", [at], PAGE), copy, limit)
+    file = PartFile(str(folder / "x.h5"), FileMap("x", [at], PAGE), limit)
+    file.write = copy.write  # type: ignore[method-assign]
     return RankWriter([file], [dataset], [(file, at)], SaveOptions())
 
 
@@ -70,7 +72,7 @@ def test_each_page_is_written_by_one_rank(seed: int, world: hd.World, tmp_path: 
 @pytest.mark.parametrize("length", [1, 7, PAGE - 1])
 def test_short_runs(length: int, world: hd.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks' rows in turn, each less than a page: several turns of them, and more than memory is to hold."""
-    monkeypatch.setattr(sys.modules["hpcdist.staging.writer"], "_ROUND", 500)
+    monkeypatch.setattr(sys.modules["hpcdist.staging.drivers"], "_ROUND", 500)
     size, rows = world.world_size, 200
     expected = np.random.default_rng(length).integers(0, 256, 5 + rows * length * size, np.uint8)
     expected[:5] = 0

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from boxes import EXTENTS, FEW, SHAPES, a_box, in_cells, shard_boxes
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hpcdist import layout
 from hpcdist.formats import hdf5
@@ -49,7 +48,8 @@ def test_the_plan_of_a_save(
         limit = window // 4 // (1 if plan.straight else size)
         assert plan.pieces.sizes.max() <= max(limit, prod(chunks or ()))
         assert plan.pieces.are_runs if chunks is None else pieces == in_cells(shape, chunks, limit)
-        shares = [end - low for low, end in layout.block_ranges(len(pieces), size, writers)]
+        chosen, counts = {i * size // writers for i in range(writers)}, iter(layout.block(len(pieces), writers))
+        shares = [next(counts) if rank in chosen else 0 for rank in range(size)]
         assert own or np.diff(plan.bounds).tolist() == shares
 
 
