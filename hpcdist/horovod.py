@@ -72,9 +72,7 @@ local_rank = _fact("The rank among the processes of this node.", lambda: world.c
 local_size = _fact("The number of processes on this node.", lambda: _nodes().count(world.current().node))
 cross_rank = _fact("This node's number among those of cross_size().", lambda: _peers().index(world.current().node))
 cross_size = _fact("The number of nodes that have a process with this local rank.", lambda: len(_peers()))
-is_homogeneous = _fact(
-    "Whether nodes have equal numbers of processes.", lambda: len(set(Counter(_nodes()).values())) == 1
-)
+is_homogeneous = _fact("Whether nodes have equally many processes.", lambda: len({*Counter(_nodes()).values()}) == 1)
 mpi_built = mpi_enabled = _fact("True.", lambda: True)
 gloo_built = gloo_enabled = ddl_built = ccl_built = _fact("False: MPI and NCCL send everything.", lambda: False)
 cuda_built = _fact("Whether torch was built with CUDA.", lambda: torch.version.cuda is not None)
@@ -94,10 +92,10 @@ class ProcessSet:
             self.ranks = sorted(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else [None]
             if any(type(r) is not int for r in self.ranks):
                 raise _wrong(f"ProcessSet: expected a list of ranks or an mpi4py communicator, got {ranks_or_comm!r}")
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
-        self.process_set_id: int | None = None  # from init() or add_process_set(), until remove_process_set()
+    def _reset(self, process_set_id: int | None = None) -> None:
+        self.process_set_id = process_set_id  # from init() or add_process_set(), until remove_process_set()
         self.group: dist.ProcessGroup | None = None  # None: all ranks
         self.pending: dict[str, Operation] = {}  # submitted by this rank, and not run yet
         self.submitted: Counter[str] = Counter()  # without a name, by kind
@@ -122,7 +120,7 @@ class ProcessSet:
 
 
 global_process_set = ProcessSet([])
-global_process_set.process_set_id = 0
+global_process_set._reset(0)
 _registered: dict[int, ProcessSet] = {}
 
 
@@ -155,9 +153,9 @@ def _register(process_sets: Sequence[ProcessSet], same: bool = False) -> None:
     for ranks in dict.fromkeys(ranks for place in zip_longest(*asked) for ranks in place if ranks is not None):
         if all(known.ranks != list(ranks) for known in _registered.values()):
             one = next((one for one in process_sets if one.ranks == list(ranks)), None) or ProcessSet(ranks)
-            one._forget()
-            one.group, one.process_set_id = dist.new_group(one.ranks), max(_registered) + 1
-            _registered[one.process_set_id] = one
+            one._reset(max(_registered) + 1)
+            one.group = dist.new_group(one.ranks)
+            _registered[max(_registered) + 1] = one
     if twice := [one for one in process_sets if one not in _registered.values()]:
         raise refusal(ValueError, "HD114", f"a process set with the same ranks exists: {twice[0]}")
 
@@ -176,7 +174,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     del _registered[process_set.process_set_id]
     if process_set.included():
         dist.destroy_process_group(process_set.group)
-    process_set._forget()
+    process_set._reset()
     return True
 
 
@@ -185,8 +183,7 @@ def shutdown() -> None:
     for one in list(_registered.values()):
         remove_process_set(one)
     _registered.clear()
-    global_process_set._forget()
-    global_process_set.process_set_id = 0
+    global_process_set._reset(0)
     world.finalize()
 
 
@@ -590,7 +587,7 @@ class _Distributed(torch.optim.Optimizer):
         self._synchronized = True
 
     def _submit(self, p: Tensor) -> Callable[[], Tensor]:
-        name = self._parameter_names[p]
+        name = self._parameter_names.setdefault(p, f"added.{len(self._parameter_names)}")
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         if p.grad.is_sparse and not self._sparse_as_dense:
             return sparse_allreduce_async(p.grad, name, self._fields["op"], self.process_set)
@@ -631,14 +628,12 @@ def DistributedOptimizer(  # noqa: N802
     op: str = Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
-    groups: int | Sequence[Sequence[Tensor]] | None = None,
+    groups: Any = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Return an optimizer of the same class that reduces the gradients of all ranks before each step. `groups` and
-    `num_groups` are checked, and not used: all gradients are fused."""
-    groups = num_groups if groups is None else groups
-    members = [] if isinstance(groups, int) else [p for group in groups for p in group]
+    `num_groups` are not used: all gradients are fused."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     named = [(f"noname.{i}", p) for i, p in enumerate(params)] if named_parameters is None else list(named_parameters)
     if not all(isinstance(one, tuple) for one in named):
@@ -646,12 +641,9 @@ def DistributedOptimizer(  # noqa: N802
     names = {p: name for name, p in named}
     twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
     unnamed = sum(p not in names for p in params)
-    once = all(isinstance(p, Tensor) for p in members) and len(set(members)) == len(members)
     wrong = {
         f"gradient_predivide_factor needs op=Average, got op={op}": gradient_predivide_factor != 1 and op != Average,
         f"backward_passes_per_step is {backward_passes_per_step}: expected 1 or more": backward_passes_per_step <= 0,
-        "groups: expected a number, 0 or more": isinstance(groups, int) and groups < 0,
-        "groups: expected lists of parameters, each parameter once": not once,
         f"named_parameters: names must be unique, found twice: {', '.join(twice)}": twice,
         f"named_parameters: {unnamed} parameters of the optimizer have no name": unnamed,
     }
@@ -687,9 +679,11 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     if isinstance(optimizer, torch.optim.LBFGS):
         raise _wrong("the state of torch.optim.LBFGS cannot be broadcast")
     barrier()  # operations that were submitted before run first
-    (state,) = concat([optimizer.state_dict()] if rank() == root_rank else [])
+    states = concat([optimizer.state_dict()] if rank() == root_rank else [])
+    if len(states) != 1:
+        raise _wrong(f"broadcast_optimizer_state: root_rank {root_rank} means {len(states)} ranks")
     if rank() != root_rank:
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict(states[0])
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
