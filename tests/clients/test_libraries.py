@@ -14,6 +14,8 @@ from pages import parse
 from settings import environ
 
 DOCS = Path(__file__).parents[2] / "docs" / "clients"
+STOP = DOCS.parent / "how-to" / "stop-in-time.md"
+STOPS = {name: text for name, text in parse(STOP.name, STOP.read_text()).programs.items() if name.endswith("_stop.py")}
 PROGRAMS = {
     name: text for page in DOCS.glob("*.md") for name, text in parse(page.name, page.read_text()).programs.items()
 }
@@ -57,3 +59,14 @@ def test_a_program_ends_as_under_torchrun(name: str, tmp_path: Path) -> None:
         words = ("-m", "hpcdist.run", *options, program, "ours", *resume)
         ended(partial(mpirun, 2, *words, cwd=tmp_path, env=ENV, quick=False))
         same(tmp_path / "ours", tmp_path / "theirs")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", STOPS)
+def test_a_program_stops_and_goes_on(name: str, tmp_path: Path) -> None:
+    """All ranks at the step at which one has had a signal. Lightning's own handler would wait for the other ranks."""
+    (tmp_path / name).write_text(STOPS[name])
+    job = mpirun(2, name, "signal", cwd=tmp_path, env=ENV, quick=False)
+    assert job.status == 75 and "step 10: rank 1 received SIGTERM" in job.out, job
+    job = mpirun(2, name, cwd=tmp_path, env=ENV, quick=False)
+    assert job.status == 0 and "step 24: done" in job.out, job
