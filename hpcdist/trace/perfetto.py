@@ -24,32 +24,32 @@ def merge(folder: Path, trace: Trace) -> list[str]:
     target, left_out = folder / "perfetto.json.gz", list[str]()
     origin = int(trace.rows.begin.min())
     with gzip.open(target, "wt", compresslevel=1) as file:
-        file.write('{"displayTimeUnit":"ms","traceEvents":[')
+        file.write('{"traceEvents":[{"ph":"M","pid":0,"name":"process_sort_index","args":{"sort_index":0}}')
         for header in tqdm(trace.headers, "write", disable=None):
             file.writelines(_calls(header, trace, origin))
         for path in sorted({*folder.glob("*.json"), *folder.glob("*.json.gz")} - {target}):
             try:
                 with file_errors(path.name):
                     events = _profiled(path, trace.headers, origin)
-                file.writelines(f"{json.dumps(event)},\n" for event in events)
+                file.writelines(f",\n{json.dumps(event)}" for event in events)
             except FileError as error:
                 left_out.append(str(error))
-        file.write('{"ph":"M","pid":0,"name":"end"}]}')
+        file.write("]}")
     return left_out
 
 
 def _calls(header: Header, trace: Trace, origin: int) -> Iterator[str]:
     """Yield the events of a rank's calls; times are in us."""
     rank, name = header.rank, json.dumps(f"rank {header.rank} on {header.host}")
-    yield f'{{"ph":"M","pid":{rank},"name":"process_name","args":{{"name":{name}}}}},\n'
-    yield f'{{"ph":"M","pid":{rank},"name":"process_sort_index","args":{{"sort_index":{rank}}}}},\n'
+    yield f',\n{{"ph":"M","pid":{rank},"name":"process_name","args":{{"name":{name}}}}}'
+    yield f',\n{{"ph":"M","pid":{rank},"name":"process_sort_index","args":{{"sort_index":{rank}}}}}'
     names, rows = [*map(json.dumps, trace.calls)], trace.rows[trace.rows.rank == rank]
     times = (rows.begin - origin) / 1e3, (rows.end - rows.begin) / 1e3, rows.waited / 1e3
     columns = *times, rows.call, rows.thread, rows.payload, rows.last
     for begin, took, waited, call, thread, nbytes, last in zip(*(c.tolist() for c in columns), strict=True):
         yield (
-            f'{{"ph":"X","pid":{rank},"tid":"calls of thread {thread}","ts":{begin:.3f},"dur":{took:.3f},'
-            f'"name":{names[call]},"args":{{"bytes":{nbytes},"waited (us)":{waited:.3f},"last rank":{last}}}}},\n'
+            f',\n{{"ph":"X","pid":{rank},"tid":"calls of thread {thread}","ts":{begin:.3f},"dur":{took:.3f},'
+            f'"name":{names[call]},"args":{{"bytes":{nbytes},"waited (us)":{waited:.3f},"last rank":{last}}}}}'
         )
 
 
