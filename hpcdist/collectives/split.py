@@ -37,12 +37,6 @@ Counts: TypeAlias = str | Sequence[int] | None
 
 # fmt: off
 @overload
-def split(x: Tensor | None, dim: int = 0, root: int | None = 0, counts: Counts = None, *,  # type: ignore[overload-overlap]
-          async_op: Literal[False] = False, **options: Unpack[SharedKeywords]) -> Tensor: ...
-@overload
-def split(x: Tensor | None, dim: int = 0, root: int | None = 0, counts: Counts = None, *,  # type: ignore[overload-overlap]
-          async_op: Literal[True], **options: Unpack[SharedKeywords]) -> Handle[Tensor]: ...
-@overload
 def split(x: S | None, dim: int = 0, root: int | None = 0, counts: Counts = None, *,
           async_op: Literal[False] = False, **options: Unpack[SharedKeywords]) -> S: ...
 @overload

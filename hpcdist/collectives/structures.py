@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -155,11 +155,7 @@ def _allgather_headers(team: Team, mine: bytes, agreed: Agreed) -> list[bytes]:
     lengths = agreed.extents
     if agreed.inline:
         return [team.headers.data(rank, 0, length) for rank, length in enumerate(lengths)]
-    starts = layout.displs(lengths)
-    texts = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
-    select.load("mpi").allgatherv(team, of_bytes(mine), texts, lengths, starts)
-    data = texts.numpy().tobytes()
-    return [data[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+    return objects.all_texts(team.comm, mine)
 
 
 def _check_classes(verb: str, team: Team, names: Sequence[str]) -> None:
@@ -184,13 +180,8 @@ def _routes(verb: str, team: Team, name: str, kinds: tuple[int, ...], used: set[
         kinds: kind of memory of each rank for tensors from a GPU.
         used: which of the two occur; the same on all ranks.
     """
-    ordered = sorted(used)
-    return {one: select.agreed(verb, name, team, of) for one, of in zip(ordered, _kinds(ordered, kinds), strict=True)}
-
-
-def _kinds(used: Iterable[bool], kinds: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the kinds of memory of all ranks for which the routes were selected."""
-    return [kinds if on_gpu else (MemoryKind.CPU,) * len(kinds) for on_gpu in used]
+    on_host = (MemoryKind.CPU,) * team.size
+    return {on_gpu: select.agreed(verb, name, team, kinds if on_gpu else on_host) for on_gpu in sorted(used)}
 
 
 def _move(team: Team, route: Route, sends: list[Message], recvs: Buffers, longest: int) -> None:
@@ -211,7 +202,7 @@ class Distribution:
     """
 
     def __init__(self, team: Team, call: Call, kinds: tuple[int, ...]) -> None:
-        self._call, self._agreed_kinds = call, kinds
+        self._call = call
         self._contents = [Contents.of(tree.tensors) for tree in call.trees]
         self._messages: list[Tensor] = []  # for each rank, the header and the small tensors
 

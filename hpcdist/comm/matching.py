@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 import threading
 from bisect import insort
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -141,8 +140,3 @@ def _opened(message: Tensor, source: int, serial: int) -> Envelope:
             "HD901", f"a message of rank {source} is damaged: {content.numel()} bytes, {nbytes} announced"
         )
     return Envelope(key, tag, number, source, nbytes, serial, content if nbytes <= INLINE else None)
-
-
-def conflict(one: Sequence[int | None], other: Sequence[int | None]) -> bool:
-    """Whether one message could match two receives of these (key, source, tag), None being any."""
-    return all(a == b or a is None or b is None for a, b in zip(one, other, strict=True))

@@ -204,30 +204,35 @@ class Windows:
 
     def clear(self) -> None:
         """Free the windows that no rank holds. Only the first rank of the node can do so."""
-        self._drop_unheld(0, 0.0)
+        self._free_now(0, 0.0)
 
     def sweep(self, idle: float) -> bool:
         """Free windows beyond KEPT bytes that no rank has held for some seconds; return whether to call again.
 
         Of a window of many gigabytes, no other part of the program could have the memory otherwise.
         """
-        self._drop_unheld(KEPT, idle)
+        self._free_now(KEPT, idle)
         return self._me == 0 and self.nbytes() > KEPT
 
-    def _drop_unheld(self, most: int, idle: float) -> None:
+    def _free_now(self, most: int, idle: float) -> None:
         # If the lock is taken, this thread may have it: empty_cache() in a signal handler.
         if self._me == 0 and self._lock.acquire(blocking=False):
             try:
-                now, unheld = time.monotonic(), self._unheld()
-                kept = sum(self._slots[number].block.nbytes for number in unheld)
-                for number in unheld:
-                    slot = self._slots[number]
-                    slot.idle = now if slot.idle is None else slot.idle
-                    if kept > most and now - slot.idle >= idle:
-                        kept -= slot.block.nbytes
-                        self._drop(number)
+                self._drop_unheld(most, idle)
             finally:
                 self._lock.release()
+
+    def _drop_unheld(self, most: int, idle: float = 0.0) -> None:
+        """Drop windows that no rank has held for some seconds, the latest last, until they have `most` bytes, there are
+        SPARE of them, and there is space for another one."""
+        now, unheld = time.monotonic(), self._unheld()
+        kept = sum(self._slots[number].block.nbytes for number in unheld)
+        for left, number in zip(range(len(unheld), 0, -1), unheld, strict=True):
+            slot = self._slots[number]
+            slot.idle = now if slot.idle is None else slot.idle
+            if (kept > most or left > SPARE or len(self._slots) >= SLOTS) and now - slot.idle >= idle:
+                kept -= slot.block.nbytes
+                self._drop(number)
 
     def _unheld(self) -> list[int]:
         """Return the windows that no rank holds, the latest last; forget those that only children read."""
@@ -304,16 +309,11 @@ class Windows:
 
     def _choose(self, nbytes: int) -> int:
         """Choose a window that no rank holds, or make one; return its number. All ranks of the node then hold it."""
-        free = self._unheld()
         capacity = _capacity(nbytes)
-        found = next((number for number in reversed(free) if self._slots[number].block.nbytes == capacity), None)
+        same = [number for number in self._unheld() if self._slots[number].block.nbytes == capacity]
+        found = same[-1] if same else None
         if found is None:
-            short = nbytes > host_memory.available()
-            kept = sum(self._slots[number].block.nbytes for number in free)
-            for later, number in zip(range(len(free), 0, -1), free, strict=True):  # the one used last comes last
-                if short or kept > KEPT or later > SPARE or len(self._slots) >= SLOTS:
-                    kept -= self._slots[number].block.nbytes
-                    self._drop(number)
+            self._drop_unheld(0 if nbytes > host_memory.available() else KEPT)
             found = next((number for number in range(SLOTS) if number not in self._slots), None)
             if found is None:
                 raise OSError(_ALL_HELD)

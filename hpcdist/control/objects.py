@@ -40,7 +40,7 @@ def all_gather_object(comm: MPI.Comm, value: Any, what: str = "an exchange befor
     Raises:
         RankError: on every rank, if the value of one is of another kind.
     """
-    values = [codec.decode(text) for text in _all_texts(comm, _encoded(value))]
+    values = [codec.decode(text) for text in all_texts(comm, _encoded(value))]
     raise_problems(what, {rank: problem for rank, (_, problem) in enumerate(values) if problem is not None})
     return [value for value, _ in values]
 
@@ -172,7 +172,7 @@ def same(
         digest = blake2b(codec.encode(key), digest_size=16).digest()
     except TypeError:
         digest = b""
-    digests = _all_texts(comm, digest)
+    digests = all_texts(comm, digest)
     if b"" in digests:
         all_gather_object(comm, key, verb)  # raises, with what cannot be encoded
     if len(set(digests)) > 1:
@@ -224,7 +224,7 @@ def _encoded(value: object) -> bytes:
         return codec.encode((None, described(error, "HD309")))
 
 
-def _all_texts(comm: MPI.Comm, text: bytes) -> list[bytes]:
+def all_texts(comm: MPI.Comm, text: bytes) -> list[bytes]:
     """Return the texts of all ranks. Collective over `comm`: one small Allgather, and an Allgatherv if one is long."""
     from mpi4py import MPI
 

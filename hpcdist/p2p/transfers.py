@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hpcdist import activity
 from hpcdist.comm.context import Context
-from hpcdist.comm.matching import Envelope, conflict, with_envelope
+from hpcdist.comm.matching import Envelope, with_envelope
 from hpcdist.comm.mpi import memory, pieces
 from hpcdist.comm.team import Group
 from hpcdist.comm.worker import Worker
@@ -102,8 +102,9 @@ class RecvTurn:
             time.sleep(min(_MAX_SLEEP, (time.monotonic() - begin) / 10))
 
     def conflicts_with(self, other: RecvTurn) -> bool:
-        """Return whether the two must keep their order."""
-        return conflict(self._wanted, other._wanted)
+        """Return whether one message could match both, so that they must keep their order."""
+        pairs = zip(self._wanted, other._wanted, strict=True)
+        return all(a == b or a is None or b is None for a, b in pairs)
 
 
 class Outgoing(NamedTuple):
