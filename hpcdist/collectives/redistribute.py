@@ -22,6 +22,7 @@ from hpcdist.layout import Box, Layout
 from hpcdist.routes import select
 from hpcdist.runtime import world
 from hpcdist.tensors import pool
+from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.blocks import Blocks
 from hpcdist.tensors.storage import copyable, overlap, row_major, sum_dtype
 from hpcdist.validation import collective, local as checks
@@ -110,9 +111,9 @@ class Redistribute(Plannable):
 
     def validate(self, team: Team, call: Call) -> None:
         checks.check_layouts(self, call)
-        if checks.may_be_inline(call) and call.x is not None:
+        if call.x is not None:
             header = encode(_shapes(call))
-            fits = len(header) + call.x.nbytes <= team.inline
+            fits = checks.may_be_inline(call) and len(header) + call.x.nbytes <= team.inline
             call.inline = (header, row_major(call.x)) if fits else (header,)
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
@@ -135,6 +136,8 @@ class Redistribute(Plannable):
         self.moves = moves
         outs = {rank: tuple(row[1 + ndim : 1 + 2 * ndim]) for rank, row in enumerate(rows) if row[0]}
         collective.check_out(self.name, outs, [box.shape for box in moves.boxes], agreed.grad, "shape {}")
+        if MemoryKind.GPU in agreed.kinds:
+            agreed = agreed._replace(inline=False)  # behind the headers are the shapes alone
         self.small = None if self.number else moves.small
         self.bind(team, x, call.out, agreed, prefix_of(1 + 2 * ndim))
         if not self.number:

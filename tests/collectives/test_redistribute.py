@@ -281,7 +281,6 @@ def test_a_plan_for_other_tensors(world: hd.World) -> None:
         (torch.ones(3, 2), None),
         (torch.ones(2, 3).double(), None),
         (torch.ones(2, 3), torch.ones(1)),
-        (torch.ones(2, 3, requires_grad=True), None),
         ("x", None),
     ]
     for x, out in wrong:
