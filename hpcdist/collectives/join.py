@@ -11,7 +11,7 @@ from hpcdist import layout
 from hpcdist.collectives import results
 from hpcdist.collectives.run import Plannable, run
 from hpcdist.collectives.small import Parts
-from hpcdist.collectives.structures import JoinStructures
+from hpcdist.collectives.structures import Joining, JoinStructures
 from hpcdist.comm.route import Alltoall, Method
 from hpcdist.comm.team import Team
 from hpcdist.runtime import world
@@ -85,7 +85,8 @@ def gather(
         tensor([1, 2, 2])                      # on rank 0; None on ranks 1 and 2
     """
 
-    return run(_joining("gather", x, dim, route, out, allow_pickle, root), world.team_of(group), async_op)
+    kind = Join if isinstance(x, Tensor) else JoinStructures
+    return run(kind("gather", x, dim, route, out, allow_pickle, root), world.team_of(group), async_op)
 
 
 # fmt: off
@@ -163,28 +164,15 @@ def concat(
         {'x': tensor([1, 2, 2]), 'names': ['a', 'a', 'a'], 'loss': [0.5, 0.5, 0.5]}
     """
 
-    return run(_joining("concat", x, dim, route, out, allow_pickle, None, shared), world.team_of(group), async_op)
+    kind = Join if isinstance(x, Tensor) or shared else JoinStructures
+    return run(kind("concat", x, dim, route, out, allow_pickle, None, shared), world.team_of(group), async_op)
 
 
-class Join(Plannable):
+class Join(Joining, Plannable):
     """Join shards on the root, or on every rank in a concat."""
 
     sent: Tensor
     validate = local.check_shard
-
-    def __init__(
-        self,
-        name: str,
-        x: Any,
-        dim: Any,
-        route: Any,
-        out: Any,
-        allow_pickle: Any,
-        root: Any = None,
-        shared: Any = False,
-    ) -> None:
-        self.name, self.x, self.dim, self.root, self.route, self.out = name, x, dim, root, route, out
-        self.rooted, self.shared = name == "gather", bool(shared)
 
     def arguments(self) -> tuple[Any, ...]:
         return self.dim, self.root, self.route
@@ -249,12 +237,3 @@ class Join(Plannable):
         added = pool.empty(x.shape, parts.dtype, parts.device)
         torch.sum(parts, 0, out=added)
         return added.to(x.dtype)
-
-
-def _joining(
-    name: str, x: Any, dim: Any, route: Any, out: Any, allow_pickle: Any, root: Any = None, shared: Any = False
-) -> Join | JoinStructures:
-    """Return the operation of a call of gather or concat, whose arguments are not validated."""
-    if isinstance(x, Tensor) or shared:
-        return Join(name, x, dim, route, out, allow_pickle, root, shared)
-    return JoinStructures(name, x, dim, root, route, out, allow_pickle)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpcdist.collectives import join, redistribute, results, run as driver, split
+from hpcdist.collectives import join, redistribute, run as driver, split
 from hpcdist.collectives.run import Like, Plannable
 from hpcdist.collectives.small import BEHIND_HEADERS
+from hpcdist.comm.route import Method
 from hpcdist.comm.team import Team
 from hpcdist.errors import HpcdistError, refusal
 from hpcdist.layout import Box
@@ -90,7 +91,7 @@ def _described(name: str, op: Plannable, team: Team, agreed: Agreed) -> Plan:
     box, reasons = parts.dests[team.rank], [team.routes[op.route, agreed.kinds][1]]
     method = BEHIND_HEADERS if inline else op.method(team)
     if op.shared:
-        method = results.method(team, prod(parts.shape) * parts.dtype.itemsize, method)
+        method = _shared(team, prod(parts.shape) * parts.dtype.itemsize, method)
     if method.reason:
         reasons.append(method.reason)
     if not (inline or method.shared or MemoryKind.GPU in agreed.kinds) and op.route in ("auto", "mpi"):
@@ -116,6 +117,17 @@ def _described(name: str, op: Plannable, team: Team, agreed: Agreed) -> Plan:
         box=box or Box(nothing, nothing),
         _call=_kept(name, op, team),
     )
+
+
+def _shared(team: Team, nbytes: int, otherwise: Method) -> Method:
+    """Return how data of `nbytes` in all move to a result that nodes are to share, as far as is known. Collective."""
+    from hpcdist.routes import window  # which imports MPI
+
+    refusal = window.refusal(team, nbytes)
+    if refusal is None:
+        return window.SHARED
+    reasons = filter(None, [f"the result is not shared: {refusal}", otherwise.reason])
+    return otherwise._replace(reason="; ".join(reasons))
 
 
 def _kept(name: str, op: Plannable, team: Team) -> Callable[..., Any]:

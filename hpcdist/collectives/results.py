@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from hpcdist.comm.route import Method
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import coded
@@ -80,14 +79,3 @@ def _check_memory(verb: str, team: Team, nbytes: Sequence[int], agreed: collecti
             together = f"its result has {size:,} bytes, and the results on its node have {on_node:,} bytes"
             problems[rank] = f"{together}, more than the {host:,} bytes of memory there"
     objects.raise_problems(verb, {rank: coded("HD310", text) for rank, text in problems.items()})
-
-
-def method(team: Team, nbytes: int, otherwise: Method) -> Method:
-    """Return how data of `nbytes` in all move to a result that nodes are to share, as far as is known. Collective."""
-    from hpcdist.routes import window  # which imports MPI
-
-    refusal = window.refusal(team, nbytes)
-    if refusal is None:
-        return window.SHARED
-    reasons = filter(None, [f"the result is not shared: {refusal}", otherwise.reason])
-    return otherwise._replace(reason="; ".join(reasons))

@@ -32,20 +32,34 @@ from hpcdist.validation.collective import Agreed
 Buffers = dict[int, Tensor]  # the tensors of one rank, by their numbers
 
 
-class JoinStructures(Operation):
+class Joining(Operation):
+    """A call of gather or concat, whose arguments are not validated; concat has no root."""
+
+    def __init__(
+        self,
+        name: str,
+        x: Any,
+        dim: Any,
+        route: Any,
+        out: Any,
+        allow_pickle: Any,
+        root: Any = None,
+        shared: Any = False,
+    ) -> None:
+        self.name, self.x, self.dim, self.root, self.route, self.out = name, x, dim, root, route, out
+        self.rooted, self.allow_pickle, self.shared = name == "gather", allow_pickle, bool(shared)
+
+
+class JoinStructures(Joining):
     """Merge the structures of all ranks on the root, or on every rank if `root` is None."""
 
     validate = local.check_structure
 
-    def __init__(self, name: str, x: Any, dim: Any, root: Any, route: Any, out: Any, allow_pickle: Any) -> None:
-        self.name, self.x, self.dim, self.root, self.route, self.out = name, x, dim, root, route, out
-        self.rooted, self.allow_pickle = name == "gather", allow_pickle
-        self._joined: dict[tuple[int, ...], Blocks] = {}  # the tensors to join, by the number of the part on each rank
-        self._wholes: dict[tuple[int, ...], Tensor] = {}
-
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
         assert call.tree is not None
         self._tree, self._agreed, self._dim = call.tree, agreed, call.dim
+        self._joined: dict[tuple[int, ...], Blocks] = {}  # the tensors to join, by the number of the part on each rank
+        self._wholes: dict[tuple[int, ...], Tensor] = {}
         self._receivers: Sequence[int] = [call.root] if self.rooted else range(team.size)
         self._headers = headers = [Header.read(text) for text in _allgather_headers(team, call.header, agreed)]
         _check_classes(self.name, team, _classes(headers))
