@@ -285,8 +285,8 @@ class InCall:
             a call without a deadline, since it ends by itself.
         text: name and place of the call; by default the verb, and where the user's code called it.
         limit: deadline in seconds, if it is not that of all calls.
-        tensors: those of the call, among nested lists and other arguments; described only when a rank asks. Or what
-            has their `nbytes`.
+        tensors: those of the call, among nested lists and other arguments; described only when a rank asks. Or a
+            verb's operation, whose `x` they are.
         route: name of the route that the call takes, if it is known.
     """
 

@@ -20,6 +20,10 @@ from hpcdist.activity import ANYBODY, NOBODY, ThreadRecord
 
 FORMAT = "hpcdist trace 1"
 ROWS = 2**16  # rows that are kept, about 20 MB; of more, the oldest are dropped
+_now, _begin, _end = time.perf_counter_ns, ThreadRecord.begin, ThreadRecord.end
+# (text, team, number, begin) of a call, its end, thread, route and nbytes
+Row = tuple[Any, int | None, int, str, int]
+
 _PAUSE = 0.02  # seconds between two looks at the files of other ranks
 
 
@@ -41,15 +45,15 @@ class Clock(NamedTuple):
 
 def nbytes_of(x: Any) -> int:
     """Return the bytes of the tensors in nested lists, tuples and dicts; 0 for what does not have any."""
-    if isinstance(x, (list, tuple)):
-        return sum(map(nbytes_of, x))
-    if isinstance(x, dict):
-        return sum(map(nbytes_of, x.values()))
+    if type(x) is list and len(x) == 1:  # as most calls of torch
+        x = x[0]
     try:
         found = x.nbytes
     except Exception:  # any object of the user's
-        return 0
-    return found if type(found) is int else 0
+        found = None
+    if type(found) is int:
+        return found
+    return sum(map(nbytes_of, x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()))
 
 
 class Recording:
@@ -60,8 +64,7 @@ class Recording:
         job: what the ranks of this job share, and no other job.
 
     Attributes:
-        rows: (text, route, team, number, thread, begin, end, nbytes) of each call that has ended.
-        groups: the world's ranks of each team in them.
+        rows: one for each call that has ended.
         clocks: one at the start, and one at the end unless the job is ended.
     """
 
@@ -69,16 +72,15 @@ class Recording:
         os.makedirs(folder, exist_ok=True)
         self.path = Path(folder, f"trace-{job}-rank-{rank}.jsonl").absolute()
         self.path.touch(exist_ok=False)
-        self.rows: deque[tuple[Any, ...]] = deque(maxlen=ROWS)
-        self.groups: dict[int, list[int]] = {0: list(range(world_size))}
+        self.rows: deque[Row] = deque(maxlen=ROWS)
         self.clocks: list[Clock] = []
-        self._header = {"format": FORMAT, "job": job, "rank": rank, "world_size": world_size}
+        self._header: dict[str, Any] = {"format": FORMAT, "job": job, "rank": rank, "world_size": world_size}
         self._records: list[_RowRecord] = []
         self._saving = threading.Lock()
 
     def new_record(self, memory: memoryview, at: int) -> _RowRecord:
         """Make the record of a thread."""
-        self._records.append(_RowRecord(memory, at, self))
+        self._records.append(_RowRecord(memory, at, self.rows))
         return self._records[-1]
 
     def save(self, finished: bool) -> None:
@@ -99,21 +101,23 @@ class Recording:
 
     def _write(self, finished: bool) -> None:
         rows, clocks = list(self.rows), self.clocks
+        calls = sum(record.begun - (record.begun > record.finished) for record in self._records)
         if not finished:
-            rows += [record.row(None) for record in self._records if record.began]
+            left = [record.row(None) for record in self._records]
+            rows += [row for row in left if row[0] is not None]
             clocks = [clocks[0], clocks[0]._replace(local=time.perf_counter_ns(), epoch=time.time_ns())]
-        calls: dict[tuple[bytes, str], int] = {}
-        lines = [self._line(calls, *row) for row in rows]
+        names: dict[tuple[bytes, str], int] = {}
+        lines = [self._line(names, *row) for row in rows]
         header = self._header | {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "program": sys.argv,
-            "dropped": max(0, sum(record.count for record in self._records) - len(self.rows)),
+            "dropped": calls - ROWS if len(self.rows) == ROWS else 0,
             "finished": finished,
             "error_ns": max(clock.error for clock in clocks),
             "clock": [(self._aligned(clock.local), clock.epoch) for clock in clocks],
-            "calls": [_named(text, route) for text, route in calls],
-            "groups": self.groups,
+            "calls": [_named(text, route) for text, route in names],
+            "groups": {0: list(range(self._header["world_size"])), **activity.peers},
         }
         part = self.path.with_suffix(".part")
         part.write_text(f"{json.dumps(header)}\n{''.join(lines)}")
@@ -128,24 +132,21 @@ class Recording:
 
     def _line(
         self,
-        calls: dict[tuple[bytes, str], int],
-        text: bytes,
-        route: str,
-        team: int,
-        number: int,
-        thread: int,
-        begin: int,
+        names: dict[tuple[bytes, str], int],
+        call: tuple[bytes, int, int, int],
         end: int | None,
+        thread: int,
+        route: str,
         nbytes: int,
     ) -> str:
-        """Format a row; `calls` numbers the texts and routes."""
-        call = calls.setdefault((text, route), len(calls))
+        """Format a row; `names` numbers the texts and routes."""
+        text, team, number, begin = call
+        name = names.setdefault((text, route), len(names))
         peer, last = "null", "null" if end is None else self._aligned(end)
         if number < 0:
             other, number = -1 - number, 0
-            ranks = self.groups[team]
-            peer = "null" if other == NOBODY else "-1" if other == ANYBODY else str(ranks[other])
-        return f"[{call},{team},{number},{peer},{thread},{self._aligned(begin)},{last},{nbytes}]\n"
+            peer = "null" if other == NOBODY else "-1" if other == ANYBODY else str(activity.peers[team][other])
+        return f"[{name},{team},{number},{peer},{thread},{self._aligned(begin)},{last},{nbytes}]\n"
 
     def _aligned(self, local: int) -> int:
         """Return a time of this rank's clock by the clock of the trace: its drift is taken to be constant."""
@@ -161,48 +162,53 @@ def _named(text: bytes, route: str) -> tuple[str, str, str]:
 
 
 class _RowRecord(ThreadRecord):
-    """The record of a thread whose calls become rows.
+    """The record of a thread whose calls become rows: in as few steps as can be, since each call takes them.
 
     Attributes:
-        began: when the call under way began, by the clock of this rank; 0 without one.
-        count: number of calls that have ended.
+        under_way: text, team, number and beginning of the call under way, by the clock of this rank; None without one.
     """
 
-    def __init__(self, memory: memoryview, at: int, recording: Recording) -> None:
+    def __init__(self, memory: memoryview, at: int, rows: deque[Row]) -> None:
         super().__init__(memory, at)
-        self._recording = recording
-        self._call = b"", 0, 0
-        self.began = self.count = 0
+        self._rows = rows
+        self.under_way: Any = None
 
     def begin(self, team: int, number: int, text: bytes) -> None:
-        super().begin(team, number, text)
-        self._call = text, team, number
-        self.began = time.perf_counter_ns()
+        _begin(self, team, number, text)
+        self.under_way = text, team, number, _now()
 
     def end(self) -> None:
-        if self.began:
-            self._add(self.row(time.perf_counter_ns()))
-            self.began, self.route = 0, ""
-        super().end()
+        if self.under_way is not None:
+            self._rows.append(self.row(_now()))
+            self.under_way = None
+        _end(self)
 
-    def row(self, end: int | None) -> tuple[Any, ...]:
+    def row(self, end: int | None) -> Row:
         """Return the row of the call under way."""
-        text, team, number = self._call
-        if team not in self._recording.groups:  # it may have been freed when the file is written
-            self._recording.groups[team] = activity.peers.get(team, [])
-        route = self.route or getattr(self.tensors, "unrouted", "")
-        return text, route, team, number, self.thread, self.began, end, nbytes_of(self.tensors)
+        x, route = self.tensors, self.route
+        if type(x) is not list and x is not None:
+            found = getattr(x, "unrouted", None)
+            if found is not None:  # a verb, with its tensors
+                x, route = x.x, route or found
+        return self.under_way, end, self.thread, route, 0 if x is None else nbytes_of(x)
 
     def follow(self, work: Any) -> None:
-        row = self.row(None)
-        self.began, self.route = 0, ""
+        row, rows = self.row(None), self._rows
+        self.under_way = None
         super().follow(work)
-        add = self._add
-        work.get_future().add_done_callback(lambda _: add((*row[:6], time.perf_counter_ns(), row[7])))
+        work.get_future().add_done_callback(lambda _: rows.append((row[0], _now(), *row[2:])))
 
-    def _add(self, row: tuple[Any, ...]) -> None:
-        self.count += 1
-        self._recording.rows.append(row)
+
+class _Groups(dict[int, list[int]]):
+    """The world's ranks of each team, in place of activity.peers: of those that are freed, too."""
+
+    def __init__(self, known: dict[int, list[int]]) -> None:
+        super().__init__(known)
+        self.freed: set[int] = set()
+
+    def pop(self, number: int, default: Any = None) -> Any:
+        self.freed.add(number)
+        return self.get(number, default)
 
 
 current: Recording | None = None
@@ -216,11 +222,13 @@ def start(folder: str, job: str, rank: int, world_size: int) -> None:
     """
     global current
     current = Recording(folder, job, rank, world_size)
-    activity.new_record = current.new_record
+    activity.new_record, activity.peers = current.new_record, _Groups(activity.peers)
 
 
 def stop() -> None:
     """Record calls no longer."""
     global current
-    current = None
-    activity.new_record = ThreadRecord
+    if current is not None:
+        current, groups = None, activity.peers
+        left = {number: ranks for number, ranks in groups.items() if number not in getattr(groups, "freed", ())}
+        activity.new_record, activity.peers = ThreadRecord, left

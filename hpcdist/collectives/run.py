@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hpcdist import activity
 from hpcdist.activity import callsite
-from hpcdist.activity.recording import nbytes_of
 from hpcdist.collectives import autograd
 from hpcdist.collectives.small import Parts, Small, remember
 from hpcdist.comm.route import Method, Route
@@ -49,11 +48,6 @@ class Operation(ABC):
     which = ""
     small: Small | None = None
     unrouted = "headers"
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of `x`."""
-        return nbytes_of(self.x)
 
     def execute(self, team: Team) -> Any:
         """Agree with the other ranks, move the data, and return the caller's result. Collective over the team."""

@@ -133,7 +133,7 @@ def submit(
         step: takes the team in the background.
         finish: converts the result, in the thread that waits.
         watched: whether it is a call with a deadline.
-        sized: what has the `nbytes` of its tensors.
+        sized: operation whose `x` are its tensors.
     """
     check_threads()
     what, background, before = callsite.where(verb), team.background, team.calls[False]

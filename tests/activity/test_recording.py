@@ -229,10 +229,12 @@ def test_a_call_that_torch_runs_in_the_background_ends_with_its_work(
             assert not rows
         with InCall("split", None):
             work.future.set_result(None)
-        assert [row[0][:6] for row in rows] == [b"concat", b"all_re", b"split("]
-        assert rows[1][2:4] == (2, 1)
-        assert rows[1][5] < rows[0][5] < rows[0][6] < rows[1][6]
-        assert rows[1][7] == 12
+        (first, first_end, *_), (call, end, _, _, nbytes), (last, *_) = rows
+        assert [row[0][:6] for row in (first, call, last)] == [b"concat", b"all_re", b"split("]
+        assert (call[1:3], nbytes) == ((2, 1), 12)
+        assert first_end is not None
+        assert end is not None
+        assert call[3] < first[3] < first_end < end
     finally:
         recording.stop()
         activity.start(None)
