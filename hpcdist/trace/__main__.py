@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
 
 from hpcdist.errors import FileError, coded, reason
 from hpcdist.process.streams import escape, printing
-from hpcdist.runtime.commandline import Parser, path
-from hpcdist.trace.analysis import read
+from hpcdist.runtime.cli import ranks_text, table
+from hpcdist.runtime.commandline import Parser, path, plural, show_bytes
+from hpcdist.trace.analysis import Trace, read
 from hpcdist.trace.perfetto import merge
-from hpcdist.trace.report import report
+
+_ROWS = 16  # of a table
+_CELLS = 64  # rows and columns of the picture; more ranks share them
 
 
 def main(words: list[str]) -> None:
@@ -42,6 +51,84 @@ def parser() -> Parser:
     p.add_argument("folder", type=path, metavar="DIR", help="folder with the traces of all ranks")
     p.add_argument("--job", default="*", metavar="NAME", help="run to report, if DIR has several")
     return p
+
+
+class Table:
+    """The rows of `columns` with the largest `bars`, which the page draws."""
+
+    def __init__(self, title: str, bars: Any, columns: dict[str, Iterable[Any]]) -> None:
+        order = np.argsort(-bars, kind="stable")[:_ROWS]
+        rows = [*zip(*columns.values(), strict=True)]
+        self.title = f"{title} (the first {_ROWS} of {len(rows)})" if len(rows) > _ROWS else title
+        self.head = [*columns]
+        self.rows = [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in rows[i]] for i in order]
+        self.bars = bars[order] / (bars.max(initial=0) or 1)
+
+
+def report(trace: Trace, page: Path) -> str:
+    """Write a page in HTML that needs no other file; return the same for a terminal, without pictures."""
+    world, kinds, present, rows = trace.headers[0].world_size, len(trace.calls), len(trace.headers), trace.rows
+    of_rank, of_call = (
+        partial(np.bincount, rows.rank, minlength=world),
+        partial(np.bincount, rows.call, minlength=kinds),
+    )
+    took, waited, last = (rows.end - rows.begin) / 1e9, rows.waited / 1e9, np.maximum(rows.last, 0)  # -1: nobody waited
+    caused = np.bincount(last * world + rows.rank, waited, world**2).reshape(world, world)
+    waits = np.bincount(rows.call * world + last, waited, kinds * world).reshape(kinds, world)
+    slowest, final = waits.argmax(1), rows.last == rows.rank
+    share = of_call(final & (rows.rank == slowest[rows.call])) / np.maximum(of_call(final), 1)
+    power, count = np.unique(np.frexp(np.maximum(rows.payload - 1, 0))[1], return_counts=True)
+    by_rank = {
+        "rank": range(world),
+        "others wait (s)": caused.sum(1),
+        "it waits (s)": caused.sum(0),
+        "in calls (s)": of_rank(took),
+        "data": map(show_bytes, of_rank(rows.payload)),
+    }
+    by_call = {
+        "call": trace.calls,
+        "calls": of_call(),
+        "s per rank": of_call(took) / present,
+        "of it waiting": waits.sum(1) / present,
+        "last to arrive": (f"rank {r} in {part:.0%}" if part else "-" for r, part in zip(slowest, share, strict=True)),
+        "mean size": map(show_bytes, of_call(rows.payload) / np.maximum(of_call(), 1)),
+        "imbalance": of_call(rows.largest) / np.maximum(of_call(rows.payload), 1),
+    }
+    tables = [
+        Table("For whom the others wait", caused.sum(1), by_rank),
+        Table("Where the time goes", of_call(took), by_call),
+        Table("What a rank passes to a call", count, {"up to": map(show_bytes, 2.0**power), "calls": count}),
+    ]
+    lines = _lines(trace, caused.sum(1), waits)
+    step = -(-world // _CELLS)
+    cells = np.add.reduceat(np.add.reduceat(caused, range(0, world, step), 0), range(0, world, step), 1)
+    template = jinja2.Template(Path(__file__).with_name("page.html.j2").read_text(), autoescape=True, trim_blocks=True)
+    page.write_text(template.render(lines=lines, tables=tables, cells=cells, step=step, world=world))
+    return "\n\n".join(["\n".join(lines), *(f"{one.title}\n{table(one.head, one.rows)}" for one in tables)])
+
+
+def _lines(trace: Trace, caused: Any, waits: Any) -> list[str]:
+    """Return sentences: the run, the rank for which the others waited most, and what the trace lacks."""
+    headers, one, hosts = trace.headers, trace.headers[0], {header.host for header in trace.headers}
+    span = (trace.rows.end.max() - trace.rows.begin.min()) / 1e9
+    error = max(header.error_ns for header in headers) / 1e3
+    lines = [
+        f"{' '.join(one.program)}: {plural(one.world_size, 'rank')} on {plural(len(hosts), 'node')}, {span:.3f} s, "
+        f"run {one.job}; clocks agree within {error:.1f} us"
+    ]
+    worst = int(caused.argmax())
+    site = int(waits[:, worst].argmax())
+    if caused[worst]:
+        lines.append(
+            f"The others wait most for rank {worst}: {caused[worst]:.3f} of {caused.sum():.3f} s that ranks wait, "
+            f"{waits[site, worst]:.3f} s of it in {trace.calls[site]}"
+        )
+    lacks = {
+        "killed before it could write": {*range(one.world_size)} - {header.rank for header in headers},
+        "the oldest calls were dropped": {header.rank for header in headers if header.dropped},
+        "ended early, see the job's message": {header.rank for header in headers if not header.finished},
+    }
+    return lines + [f"{ranks_text(ranks)}: {what}" for what, ranks in lacks.items() if ranks]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from hpcdist.formats.paths import file_errors
 
 _FORMAT = "hpcdist trace 1"
 _COLUMNS = "call group number rank thread begin end payload last waited largest"
-_OPEN = -2  # stands for null, in `end`: the call was under way when the file was written
+_OPEN = -2  # stands for null, in `end`: the call was under way at the end of the job
 
 
 @dataclass
@@ -78,7 +78,6 @@ def read(folder: Path, job: str = "*") -> Trace:
             call, group, number, _, thread, begin, end, nbytes = table.reshape(len(lines), 8).T
             names = [name + (site and f" at {site}") + (route and f" ({route})") for name, site, route in header.calls]
             call = np.array([calls.setdefault(name, len(calls)) for name in names], int)[call]
-            end[end == _OPEN] = header.clock[-1][0]
             rank, last, waited = (np.full_like(call, value) for value in (header.rank, -1, 0))
             columns = call, group, number, rank, thread, begin, end, nbytes, last, waited, nbytes
             parts.append(np.rec.fromarrays(columns, [(name, "i8") for name in _COLUMNS.split()]))
@@ -96,16 +95,22 @@ def read(folder: Path, job: str = "*") -> Trace:
 def _judge(trace: Trace) -> None:
     """Compare the arrivals of the ranks at each collective, whose rows have the same group and number."""
     present, rows = {header.rank for header in trace.headers}, trace.rows
-    members = {
-        int(group): len(present & {*ranks}) for header in trace.headers for group, ranks in header.groups.items()
-    }
+    members = {int(g): present & {*ranks} for header in trace.headers for g, ranks in header.groups.items()}
+    now = max(header.clock[-1][0] for header in trace.headers)
+    rows.end[rows.end == _OPEN] = now
     order = np.flatnonzero(rows.number > 0)
     order = order[np.lexsort([rows[key][order] for key in ("begin", "number", "group")])]  # call by call, by arrival
     first = np.flatnonzero(np.diff(rows.group[order], prepend=-1) | np.diff(rows.number[order], prepend=-1))
     count = np.diff(first, append=len(order))
-    whole = count == [members.get(group) for group in rows.group[order[first]].tolist()]  # else rows were dropped
-    final, whole = rows[np.repeat(order[first + count - 1], count)], np.repeat(whole, count)
-    rows.last[order] = np.where(whole, final.rank, -1)
+    teams = [members.get(group, present) for group in rows.group[order[first]].tolist()]
+    whole = count == [*map(len, teams)]
+    final, known = rows[np.repeat(order[first + count - 1], count)], np.repeat(whole, count)
+    rows.last[order] = np.where(known, final.rank, -1)
     until = np.minimum(final.begin, rows.end[order])
-    rows.waited[order] = whole * np.maximum(until - rows.begin[order], 0)
+    rows.waited[order] = known * np.maximum(until - rows.begin[order], 0)
     rows.largest[order] = np.repeat(np.maximum.reduceat(rows.payload[order], first), count)
+    for i in np.flatnonzero(~whole):  # a rank has dropped its row, or had not reached the call at the end of the job
+        here = order[first[i] : first[i] + count[i]]
+        missing = teams[i] - {*rows.rank[here].tolist()}
+        if missing and rows.end[here].max() == now:
+            rows.last[here], rows.waited[here] = min(missing), now - rows.begin[here]

@@ -145,14 +145,38 @@ def test_what_a_trace_lacks_is_told_and_not_judged(tmp_path: Path, capsys: pytes
     (tmp_path / f"trace-{JOB}-rank-1.jsonl").write_text("")  # killed
     out, err, status = run(capsys, tmp_path)
     assert (err, status) == ("", 0)
-    assert out.splitlines()[1:4] == [
+    assert out.splitlines()[2:5] == [
         "rank 1: killed before it could write",
         "rank 0: the oldest calls were dropped",
         "rank 0: ended early, see the job's message",
     ]
     trace = read(tmp_path)
     assert trace.rows.end.max() == START + 12 * 10**9
-    assert set(trace.rows.last) == {-1} and not trace.rows.waited.any()
+    judged = trace.rows[trace.rows.last != -1]  # only the last call, which rank 2 had not reached
+    assert [(row.number, row.rank, row.last, row.waited) for row in judged] == [(11, 0, 2, 10**9)]
+    assert trace.rows.waited.sum() == 10**9
+
+
+@pytest.mark.once
+def test_a_rank_that_never_arrives_is_the_one_that_is_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a job that hangs, the others have a call without an end."""
+    clock = [[START, START], [START + 60 * 10**9, START + 60 * 10**9]]
+    three(tmp_path, finished=False, clock=clock)
+    for rank in (0, 2):
+        with open(tmp_path / f"trace-{JOB}-rank-{rank}.jsonl", "a") as file:
+            file.write(f"[1, {2**61}, 11, null, 7, {START + (20 + rank) * 10**9}, null, 8]\n")
+    out, _, _ = run(capsys, tmp_path)
+    second = (
+        "The others wait most for rank 1: 78.000 of 86.000 s that ranks wait, 78.000 s of it in gather at train.py:15"
+    )
+    assert out.splitlines()[1:3] == [second, "ranks 0-2: ended early, see the job's message"]
+    trace = read(tmp_path)
+    assert [(row.rank, row.last, row.waited) for row in trace.rows[trace.rows.call == 1]] == [
+        (0, 1, 40 * 10**9),
+        (2, 1, 38 * 10**9),
+    ]
 
 
 @pytest.mark.once
@@ -253,7 +277,7 @@ PROGRAM = """
     with hd.init() as world:
         with profile(activities=[ProfilerActivity.CPU]) as found:
             for step in range(10):
-                time.sleep(0.02 * (world.rank == 1))
+                time.sleep(0.1 * (world.rank == 1))
                 hd.concat(torch.ones(10 * world.rank, 100))
                 dist.all_reduce(torch.ones(8))
             if world.rank == 0:
@@ -265,7 +289,7 @@ PROGRAM = """
 
 
 def test_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rank 1 of 3 sleeps 20 ms before each concat."""
+    """Rank 1 of 3 sleeps 0.1 s before each concat."""
     job = mpirun(3, code=PROGRAM, cwd=tmp_path, env={"HPCDIST_TRACE": "traces"})
     assert job.status == 0, job.err
     out, err, status = run(capsys, tmp_path / "traces")
