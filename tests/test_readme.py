@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pages import execute, parse
 
-from hpcdist.jobscript.shape import OTHER_PMIS
+from hpcdist.jobscript import OTHER_PMIS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

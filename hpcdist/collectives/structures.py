@@ -21,10 +21,9 @@ from hpcdist.routes import select
 from hpcdist.tensors import pool
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.blocks import Blocks, blocks
-from hpcdist.tensors.merge import check_same, merge
 from hpcdist.tensors.message import Contents, Header, check_memory, encode, join, pack, parse
 from hpcdist.tensors.storage import as_bytes, copyable, of_bytes, row_major
-from hpcdist.tensors.tree import Tree, classes_in, decode, find_class, rebuild
+from hpcdist.tensors.tree import Tree, check_same, classes_in, decode, find_class, merge, rebuild
 from hpcdist.validation import local
 from hpcdist.validation.call import Call, except_dim, show_shape
 from hpcdist.validation.collective import Agreed

@@ -1,17 +1,20 @@
 """Write job scripts for Slurm, PBS, Flux and LSF. Strings only: no torch, no MPI, no scheduler.
 
-The texts are the templates in templates/. The scripts in jobscripts/ are exactly what :func:`write` returns.
+The texts are the templates in templates/. The scripts in jobscripts/ are exactly what :func:`write` returns. Here are
+the shape of a job, which shapes no job can have, and what differs between the schedulers beside their templates.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
-from dataclasses import Field, fields
+from collections.abc import Iterator
+from dataclasses import Field, dataclass, fields, replace
 from typing import Any
 
 import jinja2
 
-from hpcdist.jobscript.shape import OTHER_PMIS, PMI_OF_IMAGES, PMIS, SCHEDULERS, Shape, check, completed, gpus, seconds
+from hpcdist.errors import InputError
 
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("hpcdist.jobscript"),
@@ -23,6 +26,293 @@ _TEMPLATES = jinja2.Environment(
     comment_start_string="<#",  # {# begins a length in bash
     comment_end_string="#>",
 )
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """A scheduler.
+
+    Attributes:
+        suffix: suffix of the scripts' names.
+        submit: command that submits a script, before its name.
+        prefix: what the lines with its options begin with.
+        launchers: what can start the ranks, the default first.
+        kinds: kinds of job, beside those that every scheduler has.
+        passes_arguments: whether words after the script's name are its arguments.
+        refuses: options of a shape that it does not have.
+        index: variable of the index in a job array.
+        local_rank: variable in which its own launcher puts the local rank.
+    """
+
+    suffix: str
+    submit: str
+    prefix: str
+    launchers: tuple[str, ...]
+    local_rank: str
+    kinds: tuple[str, ...] = ()
+    passes_arguments: bool = True
+    refuses: tuple[str, ...] = ()
+    index: str = ""
+
+
+SCHEDULERS = {
+    "slurm": Scheduler(
+        *("sbatch", "sbatch", "#SBATCH", ("srun", "mpirun"), "SLURM_LOCALID", ("array", "interactive", "requeue")),
+        index="$SLURM_ARRAY_TASK_ID",
+    ),
+    "pbs": Scheduler(
+        *("pbs", "qsub", "#PBS", ("mpirun", "pals"), "PALS_LOCAL_RANKID", ("array",), False, ("qos", "pyxis")),
+        index="$PBS_ARRAY_INDEX",
+    ),
+    "flux": Scheduler(
+        *("flux", "flux batch", "#flux:", ("flux",), "FLUX_TASK_LOCAL_ID"), refuses=("mem", "qos", "pyxis")
+    ),
+    "lsf": Scheduler(
+        *("lsf", "bsub <", "#BSUB", ("jsrun", "mpirun"), "JSM_NAMESPACE_LOCAL_RANK", ("array",), False),
+        refuses=("qos", "pyxis"),
+        index="$LSB_JOBINDEX",
+    ),
+}
+
+# What srun can offer (srun --mpi=list) and an MPI library, by mpi4py's name for it, understands; the better first.
+PMIS = {"Open MPI": ("pmix",), "Intel MPI": ("pmi2", "pmix"), "Cray MPICH": ("cray_shasta", "pmi2")}
+OTHER_PMIS = ("pmi2",)  # MPICH, and what is made of it
+PMI_OF_IMAGES = "pmix"  # of Pyxis: NVIDIA's have Open MPI
+
+KINDS = ("cpu", "gpu", "train", "staged", "array", "interactive", "requeue")
+LAUNCHERS = tuple(dict.fromkeys(name for one in SCHEDULERS.values() for name in one.launchers))
+BINDINGS = ("none", "cores", "gpu")
+
+_EVERYWHERE = ("cpu", "gpu", "train", "staged")  # kinds that every scheduler has
+_PLAIN = ("cpu", "gpu", "train")
+_MIN_WARNING = 60  # seconds: Slurm may send the signal so much earlier than requested
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The shape of a job. None leaves a value to the kind, or to the cluster.
+
+    Attributes:
+        kind: "cpu", CPU ranks over MPI; "gpu", one GPU per rank with NCCL; "train", a training with torch's
+            DistributedDataParallel; "staged", from files to one HDF5 file, nothing held in memory; "array", several
+            jobs of one script (not Flux); "interactive", an allocation to work in (Slurm); "requeue", a job that
+            returns to the queue before its time limit and continues from its staged file (Slurm).
+        scheduler: "slurm", "pbs", "flux" or "lsf".
+        plain: whether the script is a dozen lines that end in ``srun python train.py``, with nothing left to decide
+            in the job; kinds "cpu", "gpu" and "train".
+        nodes: number of nodes.
+        ntasks_per_node: ranks on each node; by default 4, or one for each GPU.
+        gpus_per_node: GPUs per node, at most one per rank: "4", or under Slurm with their type, "a100:4"; by default
+            4 for the kind "gpu", else none.
+        cpus_per_task: cores of each rank; by default 1, or 8 with a GPU.
+        mem: memory of each node: "64G".
+        time: time limit in Slurm's notation: "90" minutes, "01:30:00", "2-12:00:00".
+        partition, account, qos, constraint: names on the cluster: a queue; a project or bank; Slurm's alone; what
+            nodes must have, in the words of the scheduler.
+        exclusive: whether the nodes are for this job alone.
+        output: file for what the job prints, with the scheduler's own patterns.
+        name: name of the job; hpcdist-KIND if None.
+        array: for the kind "array": indices in Slurm's notation: "1,5,7", "0-99%10"; by default 0-3, or 1-4 for LSF.
+        warning: for the kind "requeue": seconds before the limit at which the job ends its step and leaves; by default
+            120.
+        launcher: what starts the ranks, one of the scheduler's; its first if None. Under Slurm HPCDIST_LAUNCHER
+            overrides it when the job is submitted.
+        mpi: PMI of srun: "pmix", "pmi2", ...; "default", that of the cluster; "auto" chooses in the job, from mpi4py's
+            MPI library and ``srun --mpi=list``.
+        bind: "gpu", each rank to the cores beside its GPU; "cores", to cores of its own; "none", as the scheduler does
+            by itself. By default "gpu" with a GPU for each rank, else "none".
+        modules: names for ``module load``.
+        venv, conda: folder of the virtual environment, or name or folder of the conda environment, to activate.
+        stage_env: whether the active virtual or conda environment is first copied to every node's own disk, for the
+            ranks to use.
+        apptainer, pyxis: image of the container that the ranks run in.
+        mounts: for a container: folders to mount beside the current one, "FOLDER" or "FOLDER:INSIDE".
+        directives: further options of the scheduler: "KEY=VALUE" or "KEY".
+        command: program of each rank, followed by the arguments of the script.
+    """
+
+    kind: str = "cpu"
+    scheduler: str = "slurm"
+    plain: bool = False
+    nodes: int = 2
+    ntasks_per_node: int | None = None
+    gpus_per_node: str | None = None
+    cpus_per_task: int | None = None
+    mem: str | None = None
+    time: str = "00:10:00"
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    exclusive: bool = False
+    output: str | None = None
+    name: str | None = None
+    array: str | None = None
+    warning: int | None = None
+    launcher: str | None = None
+    mpi: str = "auto"
+    bind: str | None = None
+    modules: tuple[str, ...] = ()
+    venv: str | None = None
+    conda: str | None = None
+    stage_env: bool = False
+    apptainer: str | None = None
+    pyxis: str | None = None
+    mounts: tuple[str, ...] = ()
+    directives: tuple[str, ...] = ()
+    command: tuple[str, ...] | None = None
+
+
+def gpus(shape: Shape) -> int:
+    """Return the number of GPUs of a node."""
+    if shape.gpus_per_node is None:
+        return 4 if shape.kind == "gpu" else 0
+    typed = r"(\w[\w.-]*:)?" if shape.scheduler == "slurm" else ""
+    if not re.fullmatch(typed + "[0-9]{1,6}", shape.gpus_per_node):
+        raise _refusal("gpus-per-node", shape.gpus_per_node, "expected a number, or under Slurm TYPE:NUMBER")
+    return int(shape.gpus_per_node.rpartition(":")[2])
+
+
+def completed(shape: Shape) -> Shape:
+    """Return the shape with the kind's and the scheduler's defaults in the place of None."""
+    count = gpus(shape)
+    ranks = count or 4 if shape.ntasks_per_node is None else shape.ntasks_per_node
+    defaults: dict[str, Any] = {
+        "ntasks_per_node": ranks,
+        "gpus_per_node": str(count),
+        "cpus_per_task": 8 if count else 1,
+        "name": f"hpcdist-{shape.kind}",
+        "array": "1-4" if shape.scheduler == "lsf" else "0-3",
+        "warning": 120,
+        "launcher": SCHEDULERS[shape.scheduler].launchers[0],
+        "bind": "gpu" if count == ranks and not shape.plain else "none",
+    }
+    return replace(shape, **{name: value for name, value in defaults.items() if getattr(shape, name) is None})
+
+
+def check(given: Shape, full: Shape) -> None:
+    """Raise an InputError if no job can have this shape, as it was given and with its defaults."""
+    for rules in (_launch(given, full), _numbers(full), _texts(full), _options(given, full), _times(given, full)):
+        for right, option, value, problem in rules:
+            if not right:
+                raise _refusal(option, value, problem)
+
+
+def _refusal(option: str, value: object, problem: str) -> InputError:
+    return InputError("HD801", f"--{option} {value}".rstrip() + f": {problem}")
+
+
+Rules = Iterator[tuple[object, str, object, str]]  # whether it holds; option, its value, and the problem if it does not
+
+
+def _launch(given: Shape, full: Shape) -> Rules:
+    scheduler = SCHEDULERS[full.scheduler]
+    kinds = _PLAIN if full.plain else (*_EVERYWHERE, *scheduler.kinds)
+    only = "with --plain" if full.plain else f"for --scheduler {full.scheduler}"
+    yield full.kind in kinds, "kind", full.kind, f"expected one of {', '.join(kinds)} {only}"
+    launchers = f"expected one of {', '.join(scheduler.launchers)}"
+    yield full.launcher in scheduler.launchers, "launcher", full.launcher, launchers
+    yield not full.pyxis or full.launcher == "srun", "launcher", full.launcher, "--pyxis is an option of srun"
+    by_srun = full.scheduler != "slurm" or full.launcher == "srun"
+    yield by_srun or not full.plain, "launcher", full.launcher, "with --plain srun starts the ranks"
+    yield not full.plain or given.bind is None, "bind", full.bind, "--plain leaves it to the cluster"
+
+
+def _numbers(full: Shape) -> Rules:
+    count, ranks = gpus(full), full.ntasks_per_node or 0
+    for name, number, least in (
+        ("nodes", full.nodes, 1),
+        ("gpus-per-node", count, int(full.kind == "gpu")),
+        ("ntasks-per-node", ranks, 1),
+        ("cpus-per-task", full.cpus_per_task or 0, 1),
+    ):
+        yield number >= least, name, number, f"expected at least {least}"
+    too_many = f"more than the {ranks} ranks of a node, each of which uses one GPU"
+    yield count <= ranks, "gpus-per-node", count, too_many
+    one_each = full.kind in ("gpu", "train") or full.scheduler == "flux" or full.bind == "gpu"
+    too_few = f"more than the {count} GPUs of a node, and NCCL takes one rank a GPU"
+    yield not one_each or count in (0, ranks), "ntasks-per-node", ranks, too_few
+    yield full.bind != "gpu" or count, "bind", "gpu", "expected --gpus-per-node, too"
+
+
+def _texts(full: Shape) -> Rules:
+    blank, no_spaces = (r"\n", "") if full.scheduler == "lsf" else (r"\s", " and spaces: a&b")  # LSF's line has quotes
+    names = "letters, digits and .,+@%-_"
+    for option, values, pattern, expected in (
+        *((name, [getattr(full, name)], r"[\w.,+@%-]+", names) for name in ("partition", "account", "qos", "name")),
+        ("mpi", [full.mpi], r"\w+", "auto, default, or a name that srun --mpi=list shows"),
+        (
+            "mem",
+            [full.mem],
+            r"[1-9][0-9]*[KMGT]" + ("?|0" if full.scheduler == "slurm" else ""),
+            "a number with K, M, G or T",
+        ),
+        (
+            "constraint",
+            [full.constraint],
+            rf"""[^{blank}"'\\$`#]+""",
+            f"the scheduler's words, without quotes{no_spaces}",
+        ),
+        ("output", [full.output], r"""[^\s"'\\#]+""", "a path without spaces, quotes and #"),
+        ("directive", full.directives, r"[A-Za-z][\w-]*(=.+)?", "KEY=VALUE or KEY, KEY without dashes before it"),
+        ("mount", full.mounts, r"""[^\s"'\\$`,]+""", "FOLDER or FOLDER:INSIDE, without spaces, quotes and commas"),
+    ):
+        for text in values:
+            yield text is None or re.fullmatch(pattern, text), option, repr(text), f"expected {expected}"
+    for text in filter(None, (*full.modules, *(full.command or ()), full.venv, full.conda, full.apptainer, full.pyxis)):
+        if "\n" in text:
+            raise InputError("HD801", f"{text!r}: a line break cannot be in a job script's line")
+
+
+def _options(given: Shape, full: Shape) -> Rules:
+    """The options that this scheduler, launcher or kind does not have."""
+    for name in SCHEDULERS[full.scheduler].refuses:
+        value = getattr(full, name)
+        yield not value, name, value, f"--scheduler {full.scheduler} has no such option"
+    needless = f"--scheduler {full.scheduler} has no such option: it is one of srun"
+    yield full.mpi == "auto" or full.scheduler == "slurm", "mpi", full.mpi, needless
+    for name in ("mem", "constraint") if full.launcher == "jsrun" else ():
+        value = getattr(full, name)
+        yield not value, name, value, "jsrun's nodes are whole; it is for --launcher mpirun"
+    pythons = [name for name in ("venv", "conda", "apptainer", "pyxis") if getattr(full, name)]
+    yield len(pythons) < 2, " --".join(pythons), "", "expected one of them: each brings the Python of the ranks"
+    container = full.apptainer or full.pyxis
+    yield container or not full.mounts, "mount", " ".join(full.mounts), "expected --apptainer or --pyxis, too"
+    batch = full.kind != "interactive"
+    at_hand = batch and not container and not full.plain
+    yield at_hand or not full.stage_env, "stage-env", "", "not for containers, --plain and kind interactive"
+    yield batch or not full.output, "output", full.output, "salloc, of kind interactive, has no such option"
+    yield given.array is None or full.kind == "array", "array", full.array, "it is an option of --kind array"
+    requeued = full.kind == "requeue"
+    yield given.warning is None or requeued, "warning", full.warning, "it is an option of --kind requeue"
+
+
+def _times(given: Shape, full: Shape) -> Rules:
+    """The indices of an array, and the seconds of a limit."""
+    numbers, indices = r"\d+(-\d+(:\d+)?)?", full.array or ""
+    pattern, example = rf"{numbers}(,{numbers})*(%[1-9]\d*)?", "0-3, 1,5,7 or 0-99%10"
+    if full.scheduler == "pbs":
+        pattern, example = r"\d+-\d+(:\d+)?(%[1-9]\d*)?", "0-3 or 0-99%10"
+    yield re.fullmatch(pattern, indices, re.ASCII), "array", indices, f"expected indices such as {example}"
+    zero = full.scheduler == "lsf" and re.search(r"(^|,)0+(-|,|%|$)", indices)
+    yield not zero, "array", indices, "LSF counts from 1: 1-4"
+    limit, warning = seconds(full.time), full.warning or 0
+    within = f"expected {_MIN_WARNING} seconds at least, and less than the time limit of {limit} seconds"
+    yield full.kind != "requeue" or _MIN_WARNING <= warning < limit, "warning", warning, within
+
+
+def seconds(time: str) -> int:
+    """Return the seconds of a time limit in any of Slurm's notations, and raise an InputError for any other text."""
+    match = re.fullmatch(r"(?:([0-9]{1,9})-)?([0-9]{1,9}(?::[0-9]{1,9}){0,2})", time)
+    parts = [int(part) for part in match[2].split(":")] if match else []
+    days = match and match[1]
+    if days is None and len(parts) < 3:
+        parts.insert(0, 0)  # minutes, or minutes:seconds; otherwise hours come first
+    hours, minutes, seconds = [*parts, 0, 0, 0][:3]
+    total = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    if not total:
+        raise _refusal("time", time, "expected minutes, hours:minutes:seconds or days-hours:minutes:seconds, above 0")
+    return total
 
 
 def write(shape: Shape) -> str:

@@ -11,8 +11,18 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from hpcdist.errors import InputError, reason
-from hpcdist.jobscript import option, write
-from hpcdist.jobscript.shape import BINDINGS, KINDS, LAUNCHERS, OTHER_PMIS, PMI_OF_IMAGES, PMIS, SCHEDULERS, Shape
+from hpcdist.jobscript import (
+    BINDINGS,
+    KINDS,
+    LAUNCHERS,
+    OTHER_PMIS,
+    PMI_OF_IMAGES,
+    PMIS,
+    SCHEDULERS,
+    Shape,
+    option,
+    write,
+)  # fmt: skip
 from hpcdist.process.streams import pass_bytes_on, printing
 from hpcdist.runtime.commandline import Parser, path
 

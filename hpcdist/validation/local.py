@@ -18,9 +18,8 @@ from hpcdist.errors import coded, described, hinted, labelled
 from hpcdist.tensors import storage
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.eager import recorded
-from hpcdist.tensors.merge import cut
 from hpcdist.tensors.message import Contents, check_memory, encode, pack
-from hpcdist.tensors.tree import Tree, flatten
+from hpcdist.tensors.tree import Tree, cut, flatten
 from hpcdist.validation.call import (
     LOSES_GRADIENT,
     SELF_OVERLAP,

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from hosts import Hosts
 
-from hpcdist.jobscript import write
-from hpcdist.jobscript.shape import Shape
+from hpcdist.jobscript import Shape, write
 
 pytestmark = pytest.mark.cluster
 

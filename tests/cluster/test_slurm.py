@@ -19,8 +19,7 @@ import pytest
 from launch import python, slowness
 from slurm import GPUS, Ended, Slurm
 
-from hpcdist.jobscript import write
-from hpcdist.jobscript.shape import SCHEDULERS, Shape
+from hpcdist.jobscript import SCHEDULERS, Shape, write
 
 pytestmark = pytest.mark.cluster
 

@@ -17,9 +17,8 @@ import pytest
 from mpi4py import MPI
 
 from hpcdist.errors import InputError
-from hpcdist.jobscript import __main__ as command, write
+from hpcdist.jobscript import KINDS, OTHER_PMIS, PMIS, Shape, __main__ as command, write
 from hpcdist.jobscript.__main__ import main
-from hpcdist.jobscript.shape import KINDS, OTHER_PMIS, PMIS, Shape
 
 pytestmark = pytest.mark.once
 

@@ -17,8 +17,7 @@ import pytest
 from launch import Job, launcher, run
 
 from hpcdist.comm.launcher import nearest, on_node
-from hpcdist.jobscript import write
-from hpcdist.jobscript.shape import Shape
+from hpcdist.jobscript import Shape, write
 
 pytestmark = pytest.mark.once
 
