@@ -63,6 +63,17 @@ def file_errors(what: str) -> Iterator[None]:
         raise FileError("HD402", f"{what}: cannot be read: {reason(error)}") from error
 
 
+@contextmanager
+def write_errors(what: str | Path) -> Iterator[None]:
+    """As file_errors(), of what is written."""
+    try:
+        yield
+    except FileError:
+        raise
+    except Exception as error:
+        raise FileError("HD410", f"{what}: cannot be written: {reason(error)}") from error
+
+
 def check_regular(path: str) -> os.stat_result:
     """The status of a regular file, at the end of all symbolic links; it is not opened.
 
@@ -82,12 +93,11 @@ def status_of_old(target: Path) -> os.stat_result | None:
     Raises:
         FileError: it is not a regular file, or cannot be looked at.
     """
-    try:
-        old = os.stat(target)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise FileError("HD410", f"{target}: cannot be written: {reason(error)}") from error
+    with write_errors(target):
+        try:
+            old = os.stat(target)
+        except FileNotFoundError:
+            return None
     if (what := _kind(old)) is not None:
         more = "" if what == "folder" else ": only a regular file is replaced"
         raise FileError("HD401", f"{target}: is a {what}{more}")
@@ -260,14 +270,13 @@ class Commit:
         self._left_path = self.part
         mode = 0o666 if self._old is None else 0o600  # until it is complete, it is no more readable than the old file
         try:
-            for left in _left(self.target):
-                self._take_over(path, left, keep)
-            self._lock = os.open(self.part, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_CREAT | os.O_EXCL, mode)
-            lock(self._lock)
-        except BaseException as error:
+            with write_errors(path):
+                for left in _left(self.target):
+                    self._take_over(path, left, keep)
+                self._lock = os.open(self.part, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_CREAT | os.O_EXCL, mode)
+                lock(self._lock)
+        except BaseException:
             self._close_left()
-            if isinstance(error, OSError):
-                raise FileError("HD410", f"{path}: cannot be written: {reason(error)}") from error
             raise
         _held.add(self.part.name)
 
@@ -441,9 +450,8 @@ def write_text(path: str | Path, text: str) -> None:
     """
     commit = Commit(path)
     try:
-        commit.part.write_text(text)
-        commit.finish()
-    except OSError as error:
-        raise FileError("HD410", f"{path}: cannot be written: {reason(error)}") from error
+        with write_errors(path):
+            commit.part.write_text(text)
+            commit.finish()
     finally:
         commit.discard()  # does nothing after finish()

@@ -10,10 +10,9 @@ import ctypes
 import mmap
 import os
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,14 +28,10 @@ from hpcdist.tensors.storage import as_bytes, bits
 BLOCK = 2**19
 SHORT = 2**12  # bytes: runs shorter than this are read together with what lies between them
 
+_sync_file_range = ctypes.CDLL(None).sync_file_range
+_sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE
 _LARGEST = 2**16  # bytes: a preferred block may be a stripe of many MiB, which no client caches as one page
-
-
-class Digest(Protocol):
-    """A checksum in the making: one of hashlib's or xxhash's objects."""
-
-    def update(self, data: memoryview, /) -> object: ...
 
 
 def digest() -> Any:
@@ -63,7 +58,7 @@ def memory(x: Tensor) -> memoryview:
     return memoryview(as_bytes(x).numpy())  # type: ignore[arg-type]
 
 
-def read_at(fd: int, offset: int, into: memoryview, digest: Digest | None = None) -> None:
+def read_at(fd: int, offset: int, into: memoryview, digest: Any = None) -> None:
     """Fill `into` from the file.
 
     Raises:
@@ -80,7 +75,7 @@ def read_at(fd: int, offset: int, into: memoryview, digest: Digest | None = None
         done += got
 
 
-def write_at(fd: int, offset: int, data: memoryview, digest: Digest | None = None) -> None:
+def write_at(fd: int, offset: int, data: memoryview, digest: Any = None) -> None:
     """Write all of `data` at `offset`.
 
     Raises:
@@ -98,24 +93,11 @@ def write_at(fd: int, offset: int, data: memoryview, digest: Digest | None = Non
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:
     """Start to write what was just written to the disk, so that the sync at the end has less to do.
 
-    Nothing waits for it, and the pages stay in the cache. Errors show at the sync.
+    Nothing waits for it, and the pages stay in the cache. Errors show at the sync. posix_fadvise(POSIX_FADV_DONTNEED)
+    starts the disk, too, but then drops what is on it already from the cache, for which it waits until every core of
+    the node has emptied its list of pages (mm/fadvise.c).
     """
-    sync_file_range = _sync_file_range()
-    if sync_file_range is not None:
-        sync_file_range(fd, offset, nbytes, _WRITE)
-
-
-@cache
-def _sync_file_range() -> Any:
-    """Linux's call, which Python does not have; None elsewhere.
-
-    posix_fadvise(POSIX_FADV_DONTNEED) starts the disk, too, but then drops what is on it already from the cache, for
-    which it waits until every core of the node has emptied its list of pages (mm/fadvise.c).
-    """
-    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if call is not None:
-        call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return call
+    _sync_file_range(fd, offset, nbytes, _WRITE)
 
 
 def forget(fd: int) -> None:
@@ -140,10 +122,6 @@ class Raw:
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
-    def place(self, box: Box) -> int:
-        """The position in the file of a box that is one run."""
-        return self.offset + int(layout.run_starts(box, self.shape)[0]) * self.dtype.itemsize
-
     def read(self, fd: int, box: Box, out: Tensor, window: int) -> None:
         """Read a box into `out`, a CPU tensor of its shape and of this dtype, with any strides.
 
@@ -154,13 +132,13 @@ class Raw:
             return
         cover = self.cover(box)
         if cover == box and out.is_contiguous():
-            self._read_runs(fd, box, out)
+            self.read_runs(fd, box, out)
             return
         for part in layout.boxes(cover, max(1, window // self.dtype.itemsize)):
             held = part.intersect(box)
             if held.size():
                 buffer = pool.empty(part.shape, self.dtype, "cpu", fixed=True)
-                self._read_runs(fd, part, buffer)
+                self.read_runs(fd, part, buffer)
                 bits(out)[held.slices(box.offset)] = bits(buffer)[held.slices(part.offset)]
 
     def cover(self, box: Box) -> Box:
@@ -174,9 +152,9 @@ class Raw:
             length, count = layout.runs(box, self.shape)
         return box
 
-    def _read_runs(self, fd: int, box: Box, out: Tensor) -> None:
+    def read_runs(self, fd: int, box: Box, out: Tensor, digest: Any = None) -> None:
         """Read a box run by run into contiguous memory."""
         target = memory(out)
         size = layout.runs(box, self.shape)[0] * self.dtype.itemsize
         for i, start in enumerate(layout.run_starts(box, self.shape).tolist()):
-            read_at(fd, self.offset + start * self.dtype.itemsize, target[i * size : (i + 1) * size])
+            read_at(fd, self.offset + start * self.dtype.itemsize, target[i * size : (i + 1) * size], digest)

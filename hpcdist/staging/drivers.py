@@ -26,7 +26,6 @@ from hpcdist.formats.contents import Dataset, FileMap
 from hpcdist.formats.hdf5 import stored_dtype
 from hpcdist.formats.known import format_of
 from hpcdist.formats.paths import patiently
-from hpcdist.formats.plain import Digest
 from hpcdist.layout import Box
 from hpcdist.layout.box import Ints, summed
 
@@ -236,7 +235,7 @@ class PartFile:
         self.see()
         self.fd = os.open(self.map.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
-    def write(self, place: int, data: memoryview, digest: Digest | None = None) -> None:
+    def write(self, place: int, data: memoryview, digest: Any = None) -> None:
         """Write bytes at a position of the file, and let the disk start meanwhile."""
         for start in range(0, len(data), _AHEAD):
             plain.write_at(self.fd, place + start, data[start : start + _AHEAD], digest)
@@ -269,7 +268,7 @@ class MpioFile(PartFile):
             self.map.path, os.O_RDONLY | os.O_CLOEXEC
         )  # to start the writeback of what MPI-IO has written
 
-    def write(self, place: int, data: memoryview, digest: Digest | None = None) -> None:
+    def write(self, place: int, data: memoryview, digest: Any = None) -> None:
         begun, end = place, place + len(data)
         while place < end:
             start, stop, name = self._held[bisect_right(self._held, place, key=itemgetter(0)) - 1]

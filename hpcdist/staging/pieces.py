@@ -3,7 +3,7 @@ it: over MPI in host memory, and from and to GPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcdist import layout
 from hpcdist.comm.team import Team
 from hpcdist.formats.contents import Dataset
 from hpcdist.layout import Box
@@ -79,8 +80,8 @@ class PiecePlan:
 
     def piece(self, rank: int, round_: int) -> int | None:
         """The piece of a rank in a round, if it has one."""
-        row = int(self.bounds[rank]) + round_
-        return row if row < self.bounds[rank + 1] else None
+        rows = self.rows(rank)
+        return rows[round_] if round_ < len(rows) else None
 
     def rows(self, rank: int) -> range:
         """The pieces of one rank."""
@@ -144,9 +145,7 @@ def block_bounds(pieces: int, size: int, workers: int) -> Ints:
         The first piece of each rank, and the number of all.
     """
     counts = np.zeros(size, np.int64)
-    quotient, rest = divmod(pieces, workers)
-    chosen = np.arange(workers)
-    counts[chosen * size // workers] = quotient + (chosen < rest)
+    counts[np.arange(workers) * size // workers] = layout.block(pieces, workers)
     bounds = summed(counts)
     bounds.setflags(write=False)  # all plans share it
     return bounds
@@ -262,15 +261,15 @@ def outgoing(x: Tensor, parts: Sequence[Box]) -> Iterator[Tensor]:
             scratch.reset()
             yield scratch.on_host(x[part.slices()])
         return
-    buffers = _Pinned(x, parts)
+    pinned = _pinned(x, parts)
     ready: list[torch.Event] = []
     for i in range(len(parts) + 1):
         if i < len(parts):
-            bits(buffers.part(i)).copy_(bits(x[parts[i].slices()]).contiguous(), non_blocking=True)
+            bits(pinned(i)).copy_(bits(x[parts[i].slices()]).contiguous(), non_blocking=True)
             ready.append(accelerator.event(x.device))
         if i > 0:
             ready[i - 1].synchronize()
-            yield buffers.part(i - 1)
+            yield pinned(i - 1)
 
 
 def incoming(out: Tensor, parts: Sequence[Box]) -> Iterator[Tensor]:
@@ -290,29 +289,19 @@ def incoming(out: Tensor, parts: Sequence[Box]) -> Iterator[Tensor]:
             if buffer is not target:
                 bits(target).copy_(bits(buffer))
         return
-    buffers = _Pinned(out, parts)
+    pinned = _pinned(out, parts)
     free: list[torch.Event] = []
     for i, part in enumerate(parts):
         if i > 1:
             free[i - 2].synchronize()
-        yield buffers.part(i)
-        bits(out[part.slices()]).copy_(bits(buffers.part(i)), non_blocking=True)
+        yield pinned(i)
+        bits(out[part.slices()]).copy_(bits(pinned(i)), non_blocking=True)
         free.append(accelerator.event(out.device))
     accelerator.synchronize(out.device)
 
 
-class _Pinned:
-    """Two pinned buffers that the parts of a tensor use in turn."""
-
-    def __init__(self, x: Tensor, parts: Sequence[Box]) -> None:
-        self._dtype = x.dtype
-        self._parts = parts
-        size = max((part.size() for part in parts), default=0)
-        buffers = min(2, len(parts))
-        memory = accelerator.host_buffer(buffers * size * x.itemsize, pinned=True)
-        self._memory = memory.view(x.dtype).view(buffers, size)
-
-    def part(self, i: int) -> Tensor:
-        """The buffer of part i, in its shape."""
-        shape = self._parts[i].shape
-        return self._memory[i % 2][: self._parts[i].size()].view(shape)
+def _pinned(x: Tensor, parts: Sequence[Box]) -> Callable[[int], Tensor]:
+    """Two pinned buffers that the parts of a tensor use in turn: returns that of part i, in its shape."""
+    size, count = max((part.size() for part in parts), default=0), min(2, len(parts))
+    memory = accelerator.host_buffer(count * size * x.itemsize, pinned=True).view(x.dtype).view(count, size)
+    return lambda i: memory[i % 2][: parts[i].size()].view(parts[i].shape)

@@ -31,14 +31,14 @@ _NAPS = (3.2, 1.6, 0.8, 0.4, 0.2, 0.1, 0)  # seconds between attempts, the last 
 class OpenFiles:
     """The files of a description, each opened on this rank when it is first read; the latest ones are open."""
 
-    def __init__(self, contents: Contents, most: int = _MOST_OPEN) -> None:
-        self.contents, self._most = contents, most
+    def __init__(self, contents: Contents) -> None:
+        self.contents = contents
         self._open: dict[str, int] = {}
 
     def fd(self, path: str) -> int:
         """The descriptor of a file; a FileError if it is not the one that was described."""
         if path not in self._open:
-            if len(self._open) >= self._most:
+            if len(self._open) >= _MOST_OPEN:
                 os.close(self._open.pop(next(iter(self._open))))
             fd, at = open_regular(path), self.contents.files[path]
             self._open[path] = fd
@@ -235,11 +235,11 @@ class TensorReader:
     def _read_piece(self, box: Box, target: Tensor, window: int) -> int:
         """Read a piece into contiguous host memory; its checksum."""
         where = self.stored.raw
-        if where is None or layout.runs(box, where.shape)[1] > 1:
+        if where is None or where.cover(box) != box:
             self._read(box, target, window)
             return plain.checksum(memory(target))
         digest = plain.digest()
-        plain.read_at(self.fd, where.place(box), memory(target), digest)
+        where.read_runs(self.fd, box, target, digest)
         return int(digest.intdigest())
 
     def _prove(self, row: int, read: Callable[[], int]) -> None:

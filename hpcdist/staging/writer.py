@@ -8,8 +8,8 @@ torch.distributed.checkpoint, which has a coordinator and no team, uses these tw
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from hpcdist.formats import plain, safetensors
 from hpcdist.formats.contents import Dataset, FileMap
 from hpcdist.formats.hdf5 import table_of
 from hpcdist.formats.known import format_of
-from hpcdist.formats.paths import Commit, check_target, sync
+from hpcdist.formats.paths import Commit, check_target, sync, write_errors
 from hpcdist.formats.plain import memory
 from hpcdist.layout import Box
 from hpcdist.layout.box import Ints, run_starts, runs
@@ -67,19 +67,9 @@ class Target:
         self._resume = options.resume and not any(d.chunks for d in datasets)  # HDF5 moves chunks when it writes them
         self._commit: Commit | None = None
 
-    @contextmanager
-    def _reporting(self) -> Iterator[None]:
-        """Turn errors into FileErrors: each library has errors of its own."""
-        try:
-            yield
-        except FileError:
-            raise
-        except Exception as error:
-            raise FileError("HD410", f"{self.path}: cannot be written: {reason(error)}") from error
-
     def lay_out(self) -> FileMap:
         """Lay out the file, or its unfinished part to resume."""
-        with self._reporting(), ExitStack() as stack:
+        with write_errors(self.path), ExitStack() as stack:
             stack.callback(self.discard)
             commit = self._commit = Commit(self.path, self._resume)
             there = 0 if commit.left is None else os.fstat(commit.left).st_blocks * 512
@@ -107,7 +97,7 @@ class Target:
         """
         commit, tables = self._commit, []
         assert commit is not None
-        with self._reporting():
+        with write_errors(self.path):
             with commit.part.open("r+b") as file:
                 for place, data in edges:
                     plain.write_at(file.fileno(), place, memoryview(data))
