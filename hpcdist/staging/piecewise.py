@@ -316,12 +316,12 @@ class _Written:
         """Note a box that has been written."""
         if not box.size():
             return
-        joined = None if self._last is None else _joined(self._last[0], box, self._shape)
-        if self._last is None or joined is None or joined.size() > self._most:
+        joined = self._last and _joined(self._last[0], box, self._shape)
+        if self._last and joined and joined.size() <= self._most:
+            self._last = joined, self._last[1]
+        else:
             self._end()
             self._last = box, plain.digest()
-        else:
-            self._last = joined, self._last[1]
         self._last[1].update(data)
 
     def _end(self) -> None:
@@ -339,7 +339,7 @@ class _Written:
 
 def _joined(one: Box, other: Box, shape: Sequence[int]) -> Box | None:
     """The box of two that follow each other in the tensor's memory, each of whole indices of dim 0; None of others."""
-    ends_there = bool(shape) and one.shape[1:] == other.shape[1:] == tuple(shape[1:])
-    if not ends_there or one.offset[0] + one.shape[0] != other.offset[0]:
+    if not shape or not one.shape[1:] == other.shape[1:] == tuple(shape[1:]):
         return None
-    return Box(one.offset, (one.shape[0] + other.shape[0], *one.shape[1:]))
+    end = one.offset[0] + one.shape[0]
+    return one.narrow(0, one.offset[0], end + other.shape[0]) if other.offset[0] == end else None

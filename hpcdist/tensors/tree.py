@@ -445,52 +445,44 @@ def cut(tree: Tree, dim: int, counts: str | Sequence[int] | None, parts: int) ->
     Raises:
         ValueError: if a tensor has no such dim, or counts do not match; the text contains the path.
     """
-    return [_Cutter(tree, dim, counts, parts, rank).tree() for rank in range(parts)]
+    return [_part(tree, dim, counts, parts, rank) for rank in range(parts)]
 
 
-class _Cutter:
-    """Cuts out the structure of one rank."""
+def _part(whole: Tree, dim: int, counts: str | Sequence[int] | None, parts: int, rank: int) -> Tree:
+    """Cut out the structure of one rank: see cut()."""
+    tensors: list[Tensor] = []
 
-    def __init__(self, tree: Tree, dim: int, counts: str | Sequence[int] | None, parts: int, rank: int) -> None:
-        self.whole, self.dim, self.counts, self.parts, self.rank = tree, dim, counts, parts, rank
-        self.tensors: list[Tensor] = []
-
-    def tree(self) -> Tree:
-        return Tree(self._cut(self.whole.spec, "x"), self.tensors)
-
-    def _range(self, extent: int, path: str) -> tuple[int, int]:
+    def range_of(extent: int, path: str) -> tuple[int, int]:
         """Return (start, length) of this rank's part of `extent` rows or items."""
         try:
-            counts = layout.counts_of(self.counts, extent, self.parts)
+            found = layout.counts_of(counts, extent, parts)
         except ValueError as wrong:
             raise refusal(ValueError, "HD213", f"{path}: {wrong}") from None
-        return layout.displs(counts)[self.rank], counts[self.rank]
+        return layout.displs(found)[rank], found[rank]
 
-    def _cut(self, spec: Any, path: str) -> Any:
+    def cut(spec: Any, path: str) -> Any:
         kind = _kind(spec)
         if kind in ("x", "n"):
-            x = self.whole.tensors[spec[1]]
-            if not -x.dim() <= self.dim < x.dim():
-                raise refusal(ValueError, "HD204", f"{path} has no dim {self.dim}: it has {x.dim()} dims")
-            return self._add(kind, x.narrow(self.dim, *self._range(x.shape[self.dim], path)))
+            x = whole.tensors[spec[1]]
+            if not -x.dim() <= dim < x.dim():
+                raise refusal(ValueError, "HD204", f"{path} has no dim {dim}: it has {x.dim()} dims")
+            return _tensor(kind, x.narrow(dim, *range_of(x.shape[dim], path)), tensors)
         if kind == "s":
-            return self._copy(spec)
+            return copy(spec)
         if kind == "N" and spec[1] == _PACKED:
             raise refusal(ValueError, "HD202", f"{path} {_NOT_MERGED}")
         if kind == "l":
-            start, length = self._range(len(spec) - 1, path)
-            return ["l", *map(self._copy, spec[1 + start : 1 + start + length])]
+            start, length = range_of(len(spec) - 1, path)
+            return ["l", *map(copy, spec[1 + start : 1 + start + length])]
         node = node_of(spec)
         assert node is not None  # a leaf is one of the above
-        return node.spec([self._cut(part, path + node.label(i)) for i, part in enumerate(node.parts)])
+        return node.spec([cut(part, path + node.label(i)) for i, part in enumerate(node.parts)])
 
-    def _copy(self, spec: Any) -> Any:
+    def copy(spec: Any) -> Any:
         """Copy a part unchanged, except that its tensors get new numbers."""
         if isinstance(spec, list) and spec[0] in TENSORS:
-            return self._add(spec[0], self.whole.tensors[spec[1]])
+            return _tensor(spec[0], whole.tensors[spec[1]], tensors)
         node = node_of(spec)
-        return spec if node is None else node.spec([self._copy(part) for part in node.parts])
+        return spec if node is None else node.spec([copy(part) for part in node.parts])
 
-    def _add(self, kind: str, x: Tensor) -> Any:
-        self.tensors.append(x)
-        return [kind, len(self.tensors) - 1]
+    return Tree(cut(whole.spec, "x"), tensors)
