@@ -30,7 +30,7 @@ from hpcdist.runtime.plan import Plan, planners
 from hpcdist.staging.arguments import SINGLE, agreed, check_inside, check_out, count, nest, positive
 from hpcdist.staging.pieces import PiecePlan, block_bounds, deliver, piece_limit
 from hpcdist.staging.reader import OpenFiles, Part, TensorReader, open_files
-from hpcdist.staging.save import wait_for
+from hpcdist.staging.save import plan_of_file, wait_for
 from hpcdist.staging.writer import WINDOW
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import Scratch, written
@@ -451,7 +451,6 @@ def _planned_load(*, group: Any, **arguments: Any) -> Plan:
     team = world.team_of(group)
     with _planned(team, _PLAN, arguments) as call:
         traffic = [_traffic(call, key) for key in call.tensors]
-        read, sent, received = (sum(of) for of in zip((0, 0, 0), *traffic, strict=True))
         nbytes = sum(stored.nbytes() for stored in call.tensors.values())
     methods, result = set(call.methods.values()), "pool" if pool.holds(nbytes, call.device) else "new"
     if call.out is not None:
@@ -460,21 +459,9 @@ def _planned_load(*, group: Any, **arguments: Any) -> Plan:
         result = "shared"
     elif len(call.wants) > 1:
         result = "structure"
-    everywhere = objects.all_gather_object(team.comm, (read, sent), _PLAN)
-    total_read, total_sent = (sum(of) for of in zip(*everywhere, strict=True))
-    return Plan(
-        verb=VERB,
-        route="mpi" if total_sent else "none",
-        methods=tuple(how.value for how in _Method if how in methods),
-        sent=sent,
-        received=received,
-        result=result,
-        reasons=(f"once_per={call.same['once_per']!r}",),
-        file_bytes=read,
-        file_bytes_of_all=total_read,
-        sent_by_all=total_sent,
-        _call=partial(load, **arguments, group=group),
-    )
+    how, reason = tuple(how.value for how in _Method if how in methods), f"once_per={call.same['once_per']!r}"
+    run = partial(load, **arguments, group=group)
+    return plan_of_file(team, _PLAN, traffic, verb=VERB, methods=how, result=result, reasons=(reason,), _call=run)
 
 
 def _traffic(call: _Load, key: str) -> tuple[int, int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -432,26 +432,30 @@ def _planned_save(*, group: Any, buffer: Any, **arguments: Any) -> Plan:
     with agreed(team, name, lambda: _check(team, **arguments)) as call:
         datasets, plans = _plan(team, call)
     traffic = [_traffic(plan, x.dtype.itemsize, team.rank) for x, plan in zip(datasets, plans, strict=True)]
-    written, sent, received = (sum(row[i] for row in traffic) for i in range(3))
-    everywhere = objects.all_gather_object(team.comm, (written, sent), name)
     how = {True: "each rank writes its own data", False: "pieces are collected, and one rank writes each"}
 
     def plan(tensors: Any, **options: Any) -> Any:
         return save(**arguments | {"tensors": tensors, "buffer": buffer, "group": group} | options)
 
+    methods = tuple(dict.fromkeys(how[plan.straight] for plan in plans))
+    reason = f"writer={arguments['writer']!r} is {call.same['writer']}"
+    return plan_of_file(team, name, traffic, verb=VERB, methods=methods, result="file", reasons=(reason,), _call=plan)
+
+
+def plan_of_file(team: Team, name: str, traffic: Sequence[tuple[int, int, int]], **options: Any) -> Plan:
+    """Make a plan. Collective.
+
+    Args:
+        traffic: for each tensor, the bytes that this rank reads or writes, sends and receives.
+        options: of the plan, besides bytes and route.
+    """
+    file_bytes, sent, received = (sum(of) for of in zip((0, 0, 0), *traffic, strict=True))
+    everywhere = objects.all_gather_object(team.comm, (file_bytes, sent), name)
+    of_all, by_all = (sum(of) for of in zip(*everywhere, strict=True))
     return Plan(
-        verb=VERB,
-        route="none" if all(plan.straight for plan in plans) else "mpi",
-        methods=tuple(dict.fromkeys(how[plan.straight] for plan in plans)),
-        sent=sent,
-        received=received,
-        result="file",
-        reasons=(f"writer={arguments['writer']!r} is {call.same['writer']}",),
-        file_bytes=written,
-        file_bytes_of_all=sum(of for of, _ in everywhere),
-        sent_by_all=sum(of for _, of in everywhere),
-        _call=plan,
-    )
+        route="mpi" if by_all else "none", sent=sent, received=received, file_bytes=file_bytes,
+        file_bytes_of_all=of_all, sent_by_all=by_all, **options,
+    )  # fmt: skip
 
 
 def _traffic(plan: PiecePlan, itemsize: int, me: int) -> tuple[int, int, int]:

@@ -188,4 +188,4 @@ def test_explain(gpu_world: hd.World, folder: Path) -> None:
         assert said.received == (0 if rank else x.nbytes * (size - 1)), said
     hd.staging.save(folder / "x.h5", {"a": x}, None)
     said = hd.plan(hd.staging.load, folder / "x.h5", dim=None, once_per="job", device=gpu_world.device)
-    assert said.read_by_all == x.nbytes and said.sent_by_all == x.nbytes * (size - 1), said
+    assert said.file_bytes_of_all == x.nbytes and said.sent_by_all == x.nbytes * (size - 1), said
