@@ -62,7 +62,7 @@ def once(
     added = comm.allreduce(proportional_memory() - memory)
     if not all(comm.allgather(right)):
         raise SystemExit(f"wrong data with {options}")
-    if not compressed and abs(read - said.file_bytes_of_all) > 2**20 * comm.size:  # the structure of the file is read, too
+    if not compressed and abs(read - said.file_bytes_of_all) > 2**20 * comm.size:  # and its structure
         raise SystemExit(f"{read:,} bytes were read with {options}, expected {said.file_bytes_of_all:,}")
     return read, said.sent_by_all, added
 
