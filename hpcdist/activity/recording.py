@@ -165,22 +165,22 @@ class _RowRecord(ThreadRecord):
     """The record of a thread whose calls become rows: in as few steps as can be, since each call takes them.
 
     Attributes:
-        under_way: text, team, number and beginning of the call under way, by the clock of this rank; None without one.
+        running: text, team, number and beginning of the call under way, by the clock of this rank; None without one.
     """
 
     def __init__(self, memory: memoryview, at: int, rows: deque[Row]) -> None:
         super().__init__(memory, at)
         self._rows = rows
-        self.under_way: Any = None
+        self.running: Any = None
 
     def begin(self, team: int, number: int, text: bytes) -> None:
         _begin(self, team, number, text)
-        self.under_way = text, team, number, _now()
+        self.running = text, team, number, _now()
 
     def end(self) -> None:
-        if self.under_way is not None:
+        if self.running is not None:
             self._rows.append(self.row(_now()))
-            self.under_way = None
+            self.running = None
         _end(self)
 
     def row(self, end: int | None) -> Row:
@@ -190,11 +190,11 @@ class _RowRecord(ThreadRecord):
             found = getattr(x, "unrouted", None)
             if found is not None:  # a verb, with its tensors
                 x, route = x.x, route or found
-        return self.under_way, end, self.thread, route, 0 if x is None else nbytes_of(x)
+        return self.running, end, self.thread, route, 0 if x is None else nbytes_of(x)
 
     def follow(self, work: Any) -> None:
         row, rows = self.row(None), self._rows
-        self.under_way = None
+        self.running = None
         super().follow(work)
         work.get_future().add_done_callback(lambda _: rows.append((row[0], _now(), *row[2:])))
 
