@@ -82,14 +82,18 @@ class _Tagged(io.RawIOBase):
         self._stream.flush()
 
 
-def _direct_output(rank: int, tag: bool, folder: str | None) -> None:
+def _opened(rank: int, folder: str) -> int:
+    """Open the file of this rank's output."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        return os.open(Path(folder, f"rank-{rank}.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    except OSError as error:
+        raise refusal(ValueError, "HD410", f"--rank-output {folder}: {reason(error)}") from error
+
+
+def _direct_output(rank: int, tag: bool, files: list[int]) -> None:
     """Direct this rank's output as the command line asks; print each line at once, as under torchrun."""
-    if folder is not None:
-        try:
-            os.makedirs(folder, exist_ok=True)
-            file = os.open(Path(folder, f"rank-{rank}.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        except OSError as error:
-            raise refusal(ValueError, "HD410", f"--rank-output {folder}: {reason(error)}") from error
+    for file in files:
         for fd in (1, 2):
             os.dup2(file, fd)
         os.close(file)
@@ -160,6 +164,7 @@ def main() -> None:
     parser = _parser()
     args = parser.parse_args()
     code: list[CodeType | None] = []
+    files: list[int] = []
     mpi4py.rc.initialize = False  # what starts MPI instead does not end it in children that the program forks
     try:
         here = world.prepare(args.bind)
@@ -169,11 +174,13 @@ def main() -> None:
 
         def check() -> None:
             code.append(_compiled(args.script, args.module))
-            _direct_output(here.rank, args.tag_output, args.rank_output)
+            if args.rank_output is not None:
+                files.append(_opened(here.rank, args.rank_output))
 
         objects.run_on_all(world.team_of().comm, "run", check)
     except HpcdistError as error:
         refuse(parser.prog, error)
+    _direct_output(here.rank, args.tag_output, files)
     from mpi4py import MPI
 
     for name in ("Init", "Init_thread"):

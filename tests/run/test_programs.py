@@ -206,6 +206,7 @@ def test_what_is_no_program_is_refused(tmp_path: Path) -> None:
     (tmp_path / "script.sh").write_text("if [ 1 ]; then srun python train.py; fi\n")
     (tmp_path / "binary").write_bytes(b"\x7fELF\0\0")
     (tmp_path / "file").write_text("")
+    (tmp_path / "taken" / "rank-1.txt").mkdir(parents=True)
     write(tmp_path, "")
     for name, text in {"bad": "x = 1\nraise KeyError(5)", "wrong": "if", "hollow": ""}.items():
         (tmp_path / name).mkdir()
@@ -235,6 +236,7 @@ def test_what_is_no_program_is_refused(tmp_path: Path) -> None:
         ("-m", "deepspeed.launcher.runner", "program.py"): "would start processes .*HD106.",
         ("-m", "torch.distributed.run", "program.py"): "would start processes .*HD106.",
         ("--rank-output", "file", "program.py"): "--rank-output file: .*HD410.",
+        ("--rank-output", "taken", "program.py"): "--rank-output taken: Is a directory .HD410.",  # for rank 1 alone
         ("--nproc-per-node", "2", "program.py"): "unrecognized arguments: --nproc-per-node",
         (): "required: SCRIPT",
     }
