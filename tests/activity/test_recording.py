@@ -238,3 +238,18 @@ def test_a_call_that_torch_runs_in_the_background_ends_with_its_work(
     finally:
         recording.stop()
         activity.start(None)
+
+
+def test_drift_between_the_start_and_the_end_is_divided_evenly(tmp_path: Path) -> None:
+    """The clock of this rank loses 100 ns of each 1000: in the middle it is half of that behind."""
+    made = recording.Recording(os.fspath(tmp_path), "job", 1, 2)
+    made.clocks = [recording.Clock(1000, 5000, 7, 40_000), recording.Clock(2000, 5100, 9, 41_000)]
+    rows = [
+        ((b"concat() at x.py:1", 11, i, begin), begin + 100, 4, "mpi", 8) for i, begin in enumerate((1000, 1500), 1)
+    ]
+    made.rows.extend(rows)
+    made.save(finished=True)
+    (trace,) = traces(tmp_path)
+    assert [(row.begin, row.end) for row in trace.rows] == [(6000, 6110), (6550, 6660)]
+    assert trace.header["clock"] == [[6000, 40_000], [7100, 41_000]]
+    assert trace.header["error_ns"] == 9

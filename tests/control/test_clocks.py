@@ -1,0 +1,33 @@
+"""Clocks that are apart on purpose."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from mpi4py import MPI
+
+from hpcdist.control import clocks
+
+pytestmark = pytest.mark.mpi
+APART = 10**9  # ns between the clocks of one rank and the next
+
+
+@pytest.mark.timeout(60)
+def test_the_shift_of_each_rank_is_found_within_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = MPI.COMM_WORLD
+    ahead = APART * comm.rank
+    made = SimpleNamespace(
+        perf_counter_ns=lambda: time.perf_counter_ns() + ahead, time_ns=lambda: time.time_ns() + 2 * ahead
+    )
+    monkeypatch.setattr(clocks, "time", made)
+    first = clocks.compare(comm, None)
+    root = comm.bcast(first)
+    assert abs(first.shift + ahead - root.shift) <= first.error
+    assert first.error == 0 if comm.rank == 0 else 0 < first.error < APART / 10
+    last = clocks.compare(comm, first)
+    assert abs(last.shift + ahead - root.shift) <= last.error
+    assert last.local > first.local
+    # The epoch of this rank's own clock, at the same moment.
+    assert abs((last.epoch - last.local) - (time.time_ns() - time.perf_counter_ns()) - ahead) < APART / 10
