@@ -10,29 +10,12 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 from hpcdist.errors import coded, reason, with_hint
 from hpcdist.process import abort
 
 _PATIENCE = 10.0  # seconds for a command of a scheduler, which may retry for minutes
 _NO_LIMIT = 2**32 - 1  # what Flux prints
-
-
-class _Scheduler(NamedTuple):
-    """A batch system.
-
-    Attributes:
-        job: variable with the ID of the job.
-        command: command that prints the time of the job whose ID follows.
-        seconds: converts that to the seconds left.
-        end: variable with the time at which the job ends (seconds of the epoch), if there is one.
-    """
-
-    job: str
-    command: str
-    seconds: Callable[[str], float]
-    end: str = ""
 
 
 def _clock(text: str) -> int:
@@ -44,22 +27,19 @@ def _clock(text: str) -> int:
     return total + 86400 * int(days or 0)
 
 
-def _hours_and_minutes(text: str) -> int:
-    return 60 * _clock(text.partition(" ")[0])
-
-
 def _after_start(text: str) -> float:
     values = dict(re.findall(r"^\s*([\w.]+) = (.*\S)", text, re.MULTILINE))
     start = values.get("stime") or values.get("start_time", "")  # of OpenPBS, of Torque
     return _clock(values.get("Resource_List.walltime", "")) + time.mktime(time.strptime(start)) - time.time()
 
 
-_SCHEDULERS = (
-    _Scheduler("SLURM_JOB_ID", "squeue --noheader --format=%L --jobs", _clock, "SLURM_JOB_END_TIME"),
-    _Scheduler("PBS_JOBID", "qstat -f", _after_start),
-    _Scheduler("LSB_BATCH_JID", "bjobs -noheader -o time_left", _hours_and_minutes),
-    _Scheduler("FLUX_JOB_ID", "flux job timeleft", _clock),
-)
+# Variable with the ID of a job: command that prints the time of the job whose ID follows, and how to read seconds left.
+_SCHEDULERS: dict[str, tuple[str, Callable[[str], float]]] = {
+    "SLURM_JOB_ID": ("squeue --noheader --format=%L --jobs", _clock),
+    "PBS_JOBID": ("qstat -f", _after_start),
+    "LSB_BATCH_JID": ("bjobs -noheader -o time_left", lambda text: 60 * _clock(text.partition(" ")[0])),
+    "FLUX_JOB_ID": ("flux job timeleft", _clock),
+}
 
 
 def time_left(environ: Mapping[str, str]) -> float | None:
@@ -67,18 +47,19 @@ def time_left(environ: Mapping[str, str]) -> float | None:
 
     None without a job or a limit. If a scheduler cannot tell, the reason is printed.
     """
-    found = [_left(scheduler, environ) for scheduler in _SCHEDULERS if environ.get(scheduler.job)]
+    found = [_left(job, environ) for job in _SCHEDULERS if environ.get(job)]
     return min((left for left in found if left is not None and left < _NO_LIMIT), default=None)
 
 
-def _left(scheduler: _Scheduler, environ: Mapping[str, str]) -> float | None:
-    if end := environ.get(scheduler.end):
+def _left(job: str, environ: Mapping[str, str]) -> float | None:
+    if job == "SLURM_JOB_ID" and (end := environ.get("SLURM_JOB_END_TIME")):  # seconds of the epoch; not in Slurm 22.05
         return int(end) - time.time()
-    command, text = [*scheduler.command.split(), environ[scheduler.job]], ""
+    command, seconds = _SCHEDULERS[job]
+    words, text = [*command.split(), environ[job]], ""
     try:
-        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_PATIENCE).stdout.strip()
-        return scheduler.seconds(text)
+        text = subprocess.run(words, capture_output=True, text=True, check=True, timeout=_PATIENCE).stdout.strip()
+        return seconds(text)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        why = f"the time left of this job is not known ({' '.join(command)}: {text or reason(error)})"
+        why = f"the time left of this job is not known ({' '.join(words)}: {text or reason(error)})"
         abort.print_error(with_hint(coded("HD114", f"hpcdist: {why}, and stop_before has no effect")))
         return None

@@ -21,7 +21,7 @@ from hpcdist.control import objects
 from hpcdist.errors import refusal
 from hpcdist.process import abort
 from hpcdist.validation import collective
-from hpcdist.validation.call import Call, show
+from hpcdist.validation.call import Call, show, show_repr
 from hpcdist.validation.local import ArgumentError, call_of
 from hpcdist.watch.watcher import Watch
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _DEFAULT = (signal.SIGTERM, signal.SIGUSR1)
+_FATAL = {signal.SIGKILL, signal.SIGSTOP}
 # Seconds in which one signal may arrive twice: Slurm sends it to mpirun, which passes it on, and to the ranks.
 _TWICE = 1.0
 
@@ -37,14 +38,13 @@ def signals(stop_on: Any) -> list[int]:
     """Return the numbers of the signals of `stop_on`; None stands for the default.
 
     Raises:
-        TypeError, ValueError: if these are not signals that a program can handle.
+        ValueError: if these are not signals that a program can handle.
     """
-    if not isinstance(stop_on, (list, tuple, type(None))):
-        raise refusal(TypeError, "HD114", f"stop_on must be a tuple of signals, got {show(stop_on)}")
     found = _DEFAULT if stop_on is None else stop_on
-    for number in found:
-        if number not in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
-            raise refusal(ValueError, "HD114", f"stop_on has {show(number)}, expected signals that can be handled")
+    if not isinstance(found, (list, tuple)) or not (set(signal.Signals) - _FATAL).issuperset(found):
+        raise refusal(
+            ValueError, "HD114", f"stop_on is {show_repr(stop_on)}, expected a tuple of signals that can be handled"
+        )
     return list(map(int, found))
 
 
