@@ -60,7 +60,7 @@ PICKLES = {
     "tree.py": {"HIGHEST_PROTOCOL", "dumps", "loads"},
     "torch_files.py": {"Unpickler"},
     "flight_records.py": {"dumps"},  # for torch's analyser
-    "optimizer.py": {"dumps", "loads"},  # Horovod's functions of objects
+    "horovod.py": {"dumps", "loads"},  # Horovod's functions of objects
 }
 
 

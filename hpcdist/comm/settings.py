@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import torch
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import TypeVar
 
 ROUTES = ("auto", "nccl", "gloo", "mpi", "hdf5")
 """The values of ``route=``."""
@@ -51,8 +52,9 @@ class Settings:
 GroupLike: TypeAlias = "dist.ProcessGroup | MPI.Comm | DeviceMesh"
 """What a caller may pass as ``group=``."""
 
-S = TypeVar("S", "Tensor", list[Any], tuple[Any, ...], dict[Any, Any])
-"""A tensor or structure: the result is of the same kind as the argument."""
+if TYPE_CHECKING:
+    S = TypeVar("S", Tensor, list[Any], tuple[Any, ...], dict[Any, Any], default=Tensor)
+    """A tensor or structure: the result is of the same kind as the argument; a tensor, if that is None."""
 
 
 class Keywords(TypedDict, total=False):
