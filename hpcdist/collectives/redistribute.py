@@ -159,7 +159,7 @@ class Redistribute(Plannable):
                 y = pool.empty(moves.boxes[team.rank].shape, shard.dtype, shard.device)
             elif overlap(y, shard):
                 source = copyable(shard).clone()
-            return y, source, moves.source.pack(source), moves.dest.buffer(y)
+            return y, source, *((moves.source.pack(source), moves.dest.buffer(y)) if moves.longest else (source, y))
 
         sizes = [box.size() * shard.itemsize for box in moves.boxes]
         y, *memory = results.allocate(self.name, team, sizes, make, self.agreed)
@@ -206,6 +206,7 @@ class Transfer:
         held, boxes: boxes of all ranks in the old layout, and in the new one.
         recvs: source and box of all that this rank receives, what it has itself included.
         source, dest: messages that this rank sends from its part, and those that it receives into the new one.
+        longest: bytes of the longest message of all ranks in both directions.
         small: where its data lie behind the headers, if they fit there.
 
     Raises:
@@ -244,12 +245,12 @@ class Transfer:
         text = "src: no rank holds {} of the {} elements of its new part"
         lacking = {one: text.format(n, self.boxes[one].size()) for one, n in enumerate(missing) if n}
         objects.raise_problems(verb, lacking)
-        self._longest, self._total = max(longests), max(totals)  # of both directions: see Alltoall
+        self.longest, self._total = max(longests), max(totals)  # of both directions: see Alltoall
         self.route = route
 
     def method(self, team: Team) -> Method:
         """Return how run() would move the data. Collective."""
-        if not self._longest:
+        if not self.longest:
             return Method("copies within each rank", "no rank needs data of another one")
         return self.route.method(team, "alltoallv", self._total)
 
@@ -262,7 +263,7 @@ class Transfer:
         """
         for box, into in zip(self.source.own, self.dest.own, strict=True):
             copyable(y[into.slices()]).copy_(copyable(x[box.slices()]))
-        if self._longest:
+        if self.longest:
             self._send(team, self.source, x, messages, self.dest, y, buffer)
             self.dest.unpack(buffer, y)
 
@@ -271,7 +272,7 @@ class Transfer:
         x = pool.empty(self.source.shape, sum_dtype(grad.dtype), grad.device).zero_()
         for box, into in zip(self.source.own, self.dest.own, strict=True):
             x[box.slices()].add_(grad[into.slices()].to(x.dtype))
-        if self._longest:
+        if self.longest:
             messages = pool.empty([self.source.nbytes // grad.itemsize], grad.dtype, x.device, fixed=True)
             self._send(team, self.dest, grad, self.dest.pack(grad), self.source, x, messages)
             self.source.add(messages, x)
@@ -281,7 +282,7 @@ class Transfer:
         self, team: Team, source: Side, x: Tensor, messages: Tensor, dest: Side, y: Tensor, buffer: Tensor
     ) -> None:
         counts = source.counts, source.displs_in(messages, x), dest.counts, dest.displs_in(buffer, y)
-        self.route.alltoallv(team, messages, buffer, Alltoall(*counts, self._longest, self._total))
+        self.route.alltoallv(team, messages, buffer, Alltoall(*counts, self.longest, self._total))
 
 
 def balance(weights: Sequence[float], parts: int | None = None, *, group: GroupLike | None = None) -> list[int]:

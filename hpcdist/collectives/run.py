@@ -159,18 +159,17 @@ class Plannable(Operation):
             call.options = (*call.options, ("the plan", self.number))
 
     def key(self) -> Hashable:
-        x, out = self.x, self.out
+        x, out, given = self.x, self.out, () if self.number else self.arguments()
         # A tracer's tensors may have no memory to ask for.
-        if self.shared or recorded() is not None or not (x is None or is_plain(x)):
+        if given is None or self.shared or recorded() is not None or not (x is None or is_plain(x)):
             return None
         if out is not None and not (is_plain(out) and out.dim() > 0 and not out.is_inference()):
             return None
         known_x, known_out = x is not None and (x.dtype, x.shape), out is not None and (out.dtype, out.shape)
         if self.number:
             return self.number, known_x, known_out
-        given = self.arguments()
-        types = given and tuple(map(type, given))  # in the key, too: 1.0 is no dim, although it equals 1
-        if types is None or not _FIXED.issuperset(types):
+        types = tuple(map(type, given))  # in the key, too: 1.0 is no dim, although it equals 1
+        if not _FIXED.issuperset(types):
             return None
         return self.name, given, types, known_x, known_out
 
