@@ -137,6 +137,16 @@ def test_without_waiting_no_rank_is_named(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.once
+def test_a_call_of_which_a_row_was_dropped_is_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 lacks its first row: that rank 1 waited 0.4 s for rank 2 there is not counted, either."""
+    three(tmp_path)
+    path = tmp_path / f"trace-{JOB}-rank-0.jsonl"
+    head, _, *rows = path.read_text().splitlines(keepends=True)
+    path.write_text(head + "".join(rows))
+    assert "for rank 2: 7.200 of 7.200 s" in run(capsys, tmp_path)[0]
+
+
+@pytest.mark.once
 def test_what_a_trace_lacks_is_told_and_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     three(tmp_path)
     one = [0, 2**61, 11, None, 7, START + 11 * 10**9, None, 8]  # under way when the file was written
