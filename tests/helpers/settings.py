@@ -25,13 +25,15 @@ _OPENMPI = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
 }
+# Of the libraries of tests/clients: no network, no search for GPUs, and no word about forks.
+_CLIENTS = {"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
 _NETWORKS = Path("/sys/class/infiniband")
 _compiling = threading.Lock()
 
 
 def environ() -> dict[str, str]:
     """Of all runs. Without networks Open MPI takes ob1 in the end, after 0.2 s in which it waits for them."""
-    found = {**os.environ, **_OPENMPI, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    found = {**os.environ, **_OPENMPI, **_CLIENTS, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     found.pop(HALF, None)
     return found if _NETWORKS.exists() or ALL else {"OMPI_MCA_pml": "ob1", **found}
 
