@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import shutil
 import sys
 import tempfile
@@ -25,11 +26,16 @@ PROGRAMS = {
     for page in sorted((ROOT / "docs" / "clients").glob("*.md"))
     for name, text in parse(page.name, page.read_text()).programs.items()
 }
-ENV = {"HPCDIST_TIMEOUT": "60"}
 MPIS = {"mpich": "libmpi.so.12", "openmpi": "libmpi.so.40"}
 _ABORT = "terminate called without an active exception"
 _folder = Path(tempfile.mkdtemp(prefix="hpcdist-clients-", dir="/var/tmp"))  # which all hosts share
 atexit.register(shutil.rmtree, _folder, ignore_errors=True)
+ENV = {
+    "HPCDIST_TIMEOUT": "60",
+    # DeepSpeed compiles a module, with ninja. Whoever finds a lock that a killed process has left waits for ever.
+    "TORCH_EXTENSIONS_DIR": str(_folder / "extensions"),
+    "PATH": f"{os.environ['PATH']}:{Path(sys.executable).parent}",
+}
 
 
 @functools.cache

@@ -38,7 +38,7 @@ _IMPORTED = (
     *("OMP_", "MKL_", "KMP_", "OPENBLAS", "TORCH", "PYTORCH_", "NPY_"),
 )
 # But these are read later, or again.
-_LATER = ("PYTHON_EXEC", "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_DEBUG")
+_LATER = ("PYTHON_EXEC", "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_DEBUG", "TORCH_EXTENSIONS_DIR")
 _HERE = os.path.dirname(os.path.realpath(__file__))  # an import from here is nothing that has been done already
 # Of processes that can be forked for, and the flags of those that a fork can enter.
 _KINDS = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
