@@ -75,14 +75,14 @@ def by_torchrun(name: str, np: int, resume: bool = False) -> Path:
 
 
 def mpirun_of(mpi: str, *args: str, cwd: Path, imports: bool = False) -> Job:
-    """Run ``python -m hpcdist.run *args`` on 2 ranks of an MPI; `imports`: in true processes, which import the
+    """Run ``python *args`` on 2 ranks of an MPI; `imports`: in true processes, which import the
     libraries when torchrun's variables are there already."""
     home, env = ROOT / ".venv" / mpi, ENV
     own = home / "bin" / "mpirun"
     if own.exists():  # else it is Debian's
         env = {**ENV, "MPI4PY_LIBMPI": str(home / "lib" / MPIS[mpi])}
     mpirun = [str(own) if own.exists() else "mpirun", "-n", "2"]
-    return run([*mpirun, *([sys.executable] if imports else python()), "-m", "hpcdist.run", *args], cwd, env)
+    return run([*mpirun, *([sys.executable] if imports else python()), *args], cwd, env)
 
 
 def difference(ours: Path, theirs: Path) -> float:
