@@ -32,10 +32,12 @@ _folder = Path(tempfile.mkdtemp(prefix="hpcdist-clients-", dir="/var/tmp"))  # w
 atexit.register(shutil.rmtree, _folder, ignore_errors=True)
 ENV = {
     "HPCDIST_TIMEOUT": "60",
-    # DeepSpeed compiles a module, with ninja. Whoever finds a lock that a killed process has left waits for ever.
+    # DeepSpeed compiles a module unless it is here, and waits for ever for a lock that a killed process has left.
+    # So each session has a copy of its own. DeepSpeed looks for ninja.
     "TORCH_EXTENSIONS_DIR": str(_folder / "extensions"),
     "PATH": f"{os.environ['PATH']}:{Path(sys.executable).parent}",
 }
+shutil.copytree(Path(sys.prefix) / "extensions", ENV["TORCH_EXTENSIONS_DIR"])
 
 
 @functools.cache
