@@ -104,9 +104,9 @@ def _judge(trace: Trace) -> None:
     count = np.diff(first, append=len(order))
     teams = [members.get(group, present) for group in rows.group[order[first]].tolist()]
     whole = count == [*map(len, teams)]
-    final, known = rows[np.repeat(order[first + count - 1], count)], np.repeat(whole, count)
-    rows.last[order] = np.where(known, final.rank, -1)
-    until = np.minimum(final.begin, rows.end[order])
+    final, known = np.repeat(order[first + count - 1], count), np.repeat(whole, count)
+    rows.last[order] = np.where(known, rows.rank[final], -1)
+    until = np.minimum(rows.begin[final], rows.end[order])
     rows.waited[order] = known * np.maximum(until - rows.begin[order], 0)
     rows.largest[order] = np.repeat(np.maximum.reduceat(rows.payload[order], first), count)
     for i in np.flatnonzero(~whole):  # a rank has dropped its row, or had not reached the call at the end of the job
