@@ -15,6 +15,7 @@ import torch
 from mpi4py import MPI
 
 import hpcdist as hd
+import hpcdist.horovod as hvd
 
 
 def _error(source: str, names: dict[str, Any]) -> str:
@@ -32,7 +33,7 @@ def main(folder: str, examples: str) -> None:
         here = os.path.join(folder, code)
         os.makedirs(here, exist_ok=True)
         os.chdir(here)
-        names: dict[str, Any] = {"hd": hd, "torch": torch, "world": hd.init()}
+        names: dict[str, Any] = {"hd": hd, "hvd": hvd, "torch": torch, "world": hd.init()}
         said = comm.allgather(_error(fails, names))
         if not any(f"[{code}]" in text for text in said):
             print(f"{code}: rank {comm.rank}: fails: {said[comm.rank]!r}", flush=True)
