@@ -146,3 +146,10 @@ class Stop:
             for fd in self._pipe:
                 os.close(fd)
             self._pipe = ()
+
+    def leave_child(self) -> None:
+        """Called in a forked child: its parent may end it by SIGTERM, and launchers send it the other signals, too."""
+        self.close()
+        for number in {*self._numbers} - {signal.SIGTERM}:
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, self._note)  # SIG_IGN would be inherited by programs that the child starts

@@ -324,7 +324,7 @@ def _forget() -> None:
     """Forget the world in a child process: the job belongs to its parent."""
     global _world
     if _world is not None:
-        _world._stop.close()
+        _world._stop.leave_child()
     _world = registration.host.comm = None
     recording.stop()
     atexit.unregister(_leave)

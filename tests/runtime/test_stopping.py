@@ -92,6 +92,26 @@ say("ok")
     assert said == ["ok", "ok"]
 
 
+def test_a_signal_to_the_process_group_leaves_the_workers_of_a_data_loader_alone() -> None:
+    """Open MPI's mpirun sends it to all processes of a rank, and the workers are forked before the first call."""
+    done = job(
+        2,
+        """
+from torch.utils.data import DataLoader
+if os.getpgid(0) != os.getpid(): os.setpgid(0, 0)
+with hd.init() as world:
+    signal.signal(USR1, signal.SIG_DFL)  # MPICH has set a handler
+    for step, batch in enumerate(DataLoader(range(1000), num_workers=2)):
+        if step == 5 and world.rank == 1:
+            os.killpg(0, USR1)
+            time.sleep(1)  # in which torch notices that a worker has ended
+        if world.should_stop(): break
+    say(world.stop_reason)
+""",
+    )
+    assert done.out.splitlines() == ["rank 1 received SIGUSR1"] * 2, done
+
+
 def test_a_program_that_never_asks_ends_by_the_signal() -> None:
     done = job(2, "world = hd.init()\nif world.rank: me(TERM)\nhd.concat(torch.ones(1))\nsay('survived')")
     assert done.status != 0 and "survived" not in done.out
