@@ -76,6 +76,10 @@ class Stop:
         if self._before is not None:
             left = objects.run_on_root(comm, "init", lambda: scheduler.time_left(environ))
             self._end = inf if left is None else time.monotonic() + left
+        with suppress(ValueError):  # not in the main thread
+            for number in self._numbers:
+                if signal.getsignal(number) == signal.SIG_DFL:
+                    signal.signal(number, signal.SIG_DFL)  # MPICH has set a handler of SIGUSR1, which ignores it
         if listen:
             objects.run_on_all(comm, "init", self._listen)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hpcdist.formats.paths import file_errors
 
 _FORMAT = "hpcdist trace 1"
 _COLUMNS = "call group number rank thread begin end payload last waited largest"
+_FRAME = {"init", "init_process_group", "finalize"}  # all that is in the trace of a world that init() has replaced
 _OPEN = -2  # stands for null, in `end`: the call was under way at the end of the job
 
 
@@ -62,9 +64,13 @@ def read(folder: Path, job: str = "*") -> Trace:
         FileError: the folder has no run, several, or not all files of one, or a file is damaged.
     """
     files = sorted(folder.glob(f"trace-{job}-rank-*.jsonl"))
-    jobs = {path.name.partition("-")[2].rpartition("-rank-")[0] for path in files}
+    by_job = groupby(files, lambda path: path.name.partition("-")[2].rpartition("-rank-")[0])
+    jobs = {job: [*paths] for job, paths in by_job}
+    if len(jobs) > 1:
+        jobs = {job: paths for job, paths in jobs.items() if any(map(_has_calls, paths))} or jobs
     if len(jobs) > 1:
         raise FileError("HD510", f"{folder}: several runs; choose one by --job: {listed(sorted(jobs, reverse=True))}")
+    files = next(iter(jobs.values()), [])
     headers, calls, parts = list[Header](), dict[str, int](), list[Any]()
     for path in tqdm(files, "read", disable=None):
         with file_errors(str(path)):
@@ -90,6 +96,13 @@ def read(folder: Path, job: str = "*") -> Trace:
     parts.clear()  # half of the memory
     _judge(trace)
     return trace
+
+
+def _has_calls(path: Path) -> bool:
+    """Whether a rank's file has calls between init() and finalize(), or none since the rank was killed."""
+    with file_errors(str(path)), path.open() as file:
+        head = file.readline()
+        return not head or any(name not in _FRAME for name, *_ in json.loads(head)["calls"])
 
 
 def _judge(trace: Trace) -> None:

@@ -27,7 +27,8 @@ def merge(folder: Path, trace: Trace) -> list[str]:
         file.write('{"traceEvents":[{"ph":"M","pid":0,"name":"process_sort_index","args":{"sort_index":0}}')
         for header in tqdm(trace.headers, "write", disable=None):
             file.writelines(_calls(header, trace, origin))
-        for path in sorted({*folder.glob("*.json"), *folder.glob("*.json.gz")} - {target}):
+        found = {*folder.glob("*.json"), *folder.glob("*.json.gz"), *folder.rglob("*.pt.trace.json*")}
+        for path in sorted(found - {target}):
             try:
                 with file_errors(path.name):
                     events = _profiled(path, trace.headers, origin)

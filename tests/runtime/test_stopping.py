@@ -112,8 +112,9 @@ with hd.init() as world:
     assert done.out.splitlines() == ["rank 1 received SIGUSR1"] * 2, done
 
 
-def test_a_program_that_never_asks_ends_by_the_signal() -> None:
-    done = job(2, "world = hd.init()\nif world.rank: me(TERM)\nhd.concat(torch.ones(1))\nsay('survived')")
+@pytest.mark.parametrize("name", ["TERM", "USR1"])
+def test_a_program_that_never_asks_ends_by_the_signal(name: str) -> None:
+    done = job(2, f"world = hd.init()\nif world.rank: me({name})\nhd.concat(torch.ones(1))\nsay('survived')")
     assert done.status != 0 and "survived" not in done.out
 
 

@@ -213,6 +213,9 @@ def test_bad_input_is_one_line_with_a_fix(tmp_path: Path, capsys: pytest.Capture
     three(tmp_path, job="20261126T000000-00000000")
     refused("choose one by --job: 20261126T000000-00000000, " + JOB, "HD510")
     assert run(capsys, tmp_path, "--job", JOB)[2] == 0
+    frame = [["init", "run.py:1", ""], ["finalize", "train.py:3", ""]]
+    three(tmp_path, job="20261126T000000-00000000", calls=frame)  # of a world that init() has replaced
+    assert JOB in run(capsys, tmp_path)[0]
     for text in ("\0\n", "[1]\n", '{"format": "x"}\n', "{}\n", "[[\n"):
         again().write_text(text)
         refused("rank-1.jsonl: cannot be read: ", "HD402")
@@ -258,8 +261,10 @@ def test_the_merged_trace_has_the_profiles_of_torch(tmp_path: Path, capsys: pyte
         with torch.profiler.record_function("stamp"):
             torch.ones(1000, device="cpu").sum()
         after = time.time_ns()
-    profile.export_chrome_trace(str(tmp_path / "mine.pt.trace.json"))
-    (tmp_path / "again.json.gz").write_bytes(gzip.compress((tmp_path / "mine.pt.trace.json").read_bytes()))
+    mine = tmp_path / "tb" / "mine.pt.trace.json"  # as tensorboard_trace_handler() names it
+    mine.parent.mkdir()
+    profile.export_chrome_trace(str(mine))
+    (tmp_path / "again.json.gz").write_bytes(gzip.compress(mine.read_bytes()))
     (tmp_path / "other.json").write_text("{}")
     three(tmp_path)
     ahead = [[before + 5 * 10**9, before], [before + 15 * 10**9 + 10**7, before + 10 * 10**9]]
