@@ -379,7 +379,12 @@ def _round(process_set: ProcessSet, waits: str | None) -> None:
     """Run what all ranks have submitted. `waits` is what this rank waits for; None in join()."""
     pending = process_set.pending
     mine = json.dumps([waits, {name: one.request() for name, one in pending.items()}], default=float) + "\n"
-    texts = concat(torch.frombuffer(bytearray(mine, "ascii"), dtype=torch.uint8), group=process_set.group)
+    try:
+        texts = concat(torch.frombuffer(bytearray(mine, "ascii"), dtype=torch.uint8), group=process_set.group)
+    except RankError as error:
+        what = "is in join()" if waits is None else f"waits for {waits!r}"
+        error.add_note(f"This rank {what}: concat() compares what the ranks have submitted to hpcdist.horovod.")
+        raise
     told = dict(zip(process_set.ranks, map(json.loads, texts.numpy().tobytes().splitlines()), strict=True))
     process_set.joined |= {r: None for r, (name, _) in told.items() if not name}
     names = dict.fromkeys(name for _, calls in told.values() for name in calls)
@@ -390,7 +395,7 @@ def _round(process_set: ProcessSet, waits: str | None) -> None:
         process_set.joined.clear()
         problems = {r: coded("HD301", "it is in join()") for r in told}
         for r, name in [(r, name) for r, (name, _) in told.items() if name]:
-            text = f"it waits for {name!r}, which ranks {listed(lacking[name])} have not submitted"
+            text = f"it waits for {name!r}, which was not submitted on rank {listed(lacking[name])}"
             problems[r] = coded("HD301", text)
         raise RankError("synchronize", problems)
     agreed = [_agree(process_set, name, {r: calls.get(name) for r, (_, calls) in told.items()}) for name in ready]

@@ -53,7 +53,7 @@ def _parser() -> Parser:
         "--rank-output", type=path, metavar="DIR", help="append the output of each rank to DIR/rank-N.txt"
     )
     parser.add_argument("script", metavar="SCRIPT", help="the program, a file of Python")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARG", help="its arguments")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARG", help="its arguments").required = False
     return parser
 
 
@@ -162,7 +162,9 @@ def main() -> None:
     """Make the world, and run the program in this process, as ``__main__``."""
     sys.excepthook = _excepthook
     parser = _parser()
-    args = parser.parse_args()
+    args, unknown = parser.parse_known_args()
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}: leave torchrun's out, the MPI launcher has its own")
     code: list[CodeType | None] = []
     files: list[int] = []
     mpi4py.rc.initialize = False  # what starts MPI instead does not end it in children that the program forks

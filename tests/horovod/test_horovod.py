@@ -58,7 +58,7 @@ def test_any_order() -> None:
     for name in order[::-1] if rank == size - 1 else order:
         assert hvd.synchronize(handles[name]).item() == ord(name)
     if size > 1:
-        with pytest.raises(hpcdist.RankError, match="have not submitted"):
+        with pytest.raises(hpcdist.RankError, match="was not submitted"):
             hvd.allreduce(torch.zeros(1), name=f"only on {rank}")
         with pytest.raises(hpcdist.RankError, match="where another rank has"):
             hvd.allreduce(torch.zeros(rank + 1))
@@ -132,10 +132,14 @@ def test_an_error_is_of_its_operation() -> None:
     assert hvd.synchronize(good).item() == size
     for _ in range(2 if size > 1 else 0):
         handle = hvd.allreduce_async(torch.ones(1), name=f"only on {rank}")
-        with pytest.raises(hpcdist.RankError, match="have not submitted"):
+        with pytest.raises(hpcdist.RankError, match="was not submitted"):
             hvd.allreduce(torch.ones(1), name=f"also only on {rank}")
         with pytest.raises(ValueError, match="an error has ended it"):
             hvd.synchronize(handle)
+    if size > 1:  # here the other ranks go on; at the end of a program, they finalize
+        with pytest.raises(hpcdist.RankError) as caught:
+            hvd.allreduce(torch.ones(1), name="lonely") if rank == 0 else hpcdist.gather(torch.ones(1))
+        assert rank > 0 or "This rank waits for 'lonely'" in caught.value.__notes__[0]
 
 
 def test_gradients() -> None:

@@ -237,8 +237,9 @@ def test_what_is_no_program_is_refused(tmp_path: Path) -> None:
         ("-m", "torch.distributed.run", "program.py"): "would start processes .*HD106.",
         ("--rank-output", "file", "program.py"): "--rank-output file: .*HD410.",
         ("--rank-output", "taken", "program.py"): "--rank-output taken: Is a directory .HD410.",  # for rank 1 alone
-        ("--nproc-per-node", "2", "program.py"): "unrecognized arguments: --nproc-per-node",
-        (): "required: SCRIPT",
+        ("--nproc-per-node", "2", "program.py"): "unrecognized arguments: --nproc-per-node: leave torchrun's out, ",
+        ("--no-such",): "required: SCRIPT .see",
+        (): "required: SCRIPT .see",
     }
     for case, done in zip(cases, commands(2, *[("hpcdist.run", *case) for case in cases], cwd=tmp_path), strict=True):
         assert done.status == 2, (case, done)
