@@ -303,7 +303,7 @@ def unpack(pieces: Iterator[bytes], root: str, corrected: Callable[[bytes], byte
         with tarfile.open(fileobj=stream, mode="r|", bufsize=_BLOCK, errorlevel=2) as tar:
             tar.extraction_filter = getattr(tarfile, "tar_filter", None)  # Python 3.11.4 and later
             while (member := tar.next()) is not None:
-                member.mode = member.mode & 0o777 | 0o700 * member.isdir()  # no setuid bits; a folder can be removed
+                member.mode = member.mode & 0o755 | 0o700 * member.isdir()  # as tar_filter; a folder can be removed
                 tar.extract(member, root)
                 if member.isreg() and member.size <= _TEXT and member.name.startswith(f"{inside}/"):
                     path = Path(root, member.name)
