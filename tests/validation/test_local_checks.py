@@ -37,11 +37,11 @@ def _team(rank: int) -> Any:
 
 
 def _concat(x: Any, dim: Any = 0, route: Any = "auto", out: Any = None) -> Call:
-    return call_of("concat", Join("concat", x, dim, route, out, False, None, False).validate, _team(0))
+    return call_of("concat", Join("concat", x, dim, route, out, False).validate, _team(0))
 
 
 def _gather(root: Any = 0, out: Any = None, rank: int = 0) -> Call:
-    return call_of("gather", Join("gather", torch.zeros(2, 3), 0, "auto", out, False, root, False).validate, _team(rank))
+    return call_of("gather", Join("gather", torch.zeros(2, 3), 0, "auto", out, False, root).validate, _team(rank))
 
 
 def _split(x: Any, dim: Any = 0, root: Any = 0, counts: Any = None, out: Any = None, rank: int = 0) -> Call:
