@@ -41,6 +41,12 @@ def where(verb: str, frames: int = 1) -> bytes:
     return known[0]
 
 
+def parts(text: str) -> tuple[str, str]:
+    """Split a text of :func:`where` into the call, such as "concat()", and its place, such as "train.py:57"."""
+    call, _, site = text.partition(" at ")
+    return call, site
+
+
 def outside(frame: FrameType) -> FrameType:
     """Return the innermost frame of the user's code, or of a command; the outermost one of a thread without either."""
     while (back := frame.f_back) is not None:

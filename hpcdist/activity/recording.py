@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcdist import activity
-from hpcdist.activity import ANYBODY, NOBODY, ThreadRecord
+from hpcdist.activity import ANYBODY, NOBODY, ThreadRecord, callsite
 
 FORMAT = "hpcdist trace 1"
 ROWS = 2**16  # rows that are kept, about 20 MB; of more, the oldest are dropped
@@ -157,7 +157,7 @@ class Recording:
 
 def _named(text: bytes, route: str) -> tuple[str, str, str]:
     """Return the name, place and route of a call from its text, such as "concat() at train.py:12"."""
-    name, _, site = text.decode(errors="replace").rpartition(" at ") if b" at " in text else (text.decode(), "", "")
+    name, site = callsite.parts(text.decode(errors="replace"))
     return name.replace("()", ""), site, route
 
 

@@ -24,6 +24,7 @@ from mpi4py import MPI
 from torch import Tensor, dtype
 
 from hpcdist import activity
+from hpcdist.activity import callsite
 from hpcdist.backend.host_copies import UnusableError
 from hpcdist.control import objects
 from hpcdist.errors import SHOWN, RankError, coded, listed
@@ -145,7 +146,7 @@ def _place() -> str:
     """Return where the user's code makes the call that this thread is in, as in "train.py:57"."""
     own = activity.thread_calls()
     call = None if own is None else own.record.current()
-    return "" if call is None else call.text.partition(" at ")[2]
+    return "" if call is None else callsite.parts(call.text)[1]
 
 
 def _other_calls(every: Sequence[_Told]) -> Iterator[tuple[int, str]]:

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import NoneType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from hpcdist.validation import collective
 from hpcdist.validation.call import Call
 from hpcdist.watch.deadlines import deadline, first_meeting, patience
 from hpcdist.watch.status_query import StatusQuery
-from hpcdist.watch.watcher import Watch
+from hpcdist.watch.watcher import Watch, save_trace
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -67,7 +67,7 @@ class World:
     _take_back: Callable[[], None] = field(repr=False)  # restores the environment
     _owns_group: bool = field(repr=False)
     _implicit: bool = field(repr=False)  # made for a program that called torch.distributed, not init()
-    _asked: tuple[Any, ...] = field(repr=False)
+    _asked: Asked = field(repr=False)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -162,7 +162,8 @@ class World:
         self._context.free(messages=not any(left))  # else new groups could receive old messages
         registration.host.close()
         self._take_back()
-        _end_trace()
+        save_trace(finished=True)
+        recording.stop()
         self._watch.stop()
         self._stop.close()
         pool.stop()
@@ -180,6 +181,20 @@ class World:
             self.finalize()
         else:
             abort.replace(error)  # the other ranks may wait for this one: nothing collective can be done here
+
+
+class Asked(NamedTuple):
+    """The arguments of init()."""
+
+    comm: MPI.Intracomm | None = None
+    device: torch.device | str | None = None
+    backend: str | None = None
+    timeout: timedelta | float | None = None
+    staging: str | None = None
+    bind: str | None = None
+    stop_on: Sequence[int] | None = None
+    stop_before: timedelta | float | None = None
+    trace: str | os.PathLike[str] | None = None
 
 
 _world: World | None = None
@@ -280,14 +295,14 @@ def init(
     """
     global _world
     staging = None if staging is None else os.fspath(staging)
-    asked = (comm, device, backend, timeout, staging, bind, stop_on, stop_before, trace)
+    asked = Asked(comm, device, backend, timeout, staging, bind, stop_on, stop_before, trace)
     if _world is not None and _world._implicit:
         _world.finalize()  # for one with these arguments
     if _world is not None:
         if any(new is not None and new != old for new, old in zip(asked, _world._asked, strict=True)):
             raise refusal(ValueError, "HD112", "hpcdist is initialised with other arguments; call finalize() first")
         return _world
-    _world = _make(*asked)
+    _world = _make(asked)
     atexit.register(_leave)
     return _world
 
@@ -295,7 +310,7 @@ def init(
 def _begin(timeout: timedelta) -> None:
     """Make a world for a program that starts torch.distributed without init(). Collective over all ranks."""
     global _world
-    _world = _make(None, "cpu", None, timeout, None, implicit=True)
+    _world = _make(Asked(device="cpu", timeout=timeout), implicit=True)
     atexit.register(_leave)
 
 
@@ -305,7 +320,7 @@ def prepare(bind: str | None) -> World:
     Collective over all ranks. The world that is returned holds the store at MASTER_PORT.
     """
     global _world
-    _world = _make(None, "cpu", None, None, None, bind, implicit=True, program=True)
+    _world = _make(Asked(device="cpu", bind=bind), implicit=True, program=True)
     atexit.register(_leave)
     return _world
 
@@ -346,7 +361,8 @@ def _leave() -> None:
     if _world is None:
         return
     if MPI.Is_finalized():
-        _end_trace()
+        save_trace(finished=True)
+        recording.stop()
         _world._watch.stop()
         _world._stop.close()
         return
@@ -360,50 +376,38 @@ def _leave() -> None:
     _world._close()
 
 
-def _make(
-    comm: MPI.Intracomm | None,
-    device: torch.device | str | None,
-    backend: str | None,
-    timeout: timedelta | float | None,
-    staging: str | None,
-    bind: str | None = None,
-    stop_on: Sequence[int] | None = None,
-    stop_before: timedelta | float | None = None,
-    trace: str | os.PathLike[str] | None = None,
-    implicit: bool = False,
-    program: bool = False,
-) -> World:
+def _make(asked: Asked, implicit: bool = False, program: bool = False) -> World:
     streams.reserve()
     forks.claim(os.environ, launcher.has_rank(os.environ))
-    comm = launcher.job(comm, os.environ)
+    comm = launcher.job(asked.comm, os.environ)
     if comm.size > 1:
         abort.install()
     env_timeout, env_cache = os.environ.get("HPCDIST_TIMEOUT"), os.environ.get("HPCDIST_CACHE")
-    trace = trace or os.environ.get("HPCDIST_TRACE") or None
+    trace = asked.trace or os.environ.get("HPCDIST_TRACE") or None
     with ExitStack() as undo:  # if an error follows
-        with first_meeting(timeout, env_timeout, comm.size):
+        with first_meeting(asked.timeout, env_timeout, comm.size):
             private = rendezvous.in_torch_order(comm)
             undo.callback(private.Free)
             with rendezvous.Nodes(private) as nodes:
-                limit = _agree_on(private, backend, bind, stop_on, stop_before, trace, timeout, env_timeout, env_cache)
+                agreed, limit = _agree_on(private, asked._replace(trace=trace), env_timeout, env_cache)
                 if trace is not None:
                     undo.callback(recording.stop)
                     _start_trace(private, trace)
                 meeting = rendezvous.meet(private, nodes.count)
                 watch = Watch(StatusQuery(private, nodes.local, meeting.own if meeting.file is None else None), limit)
-        stop = Stop(watch, stopping.signals(stop_on), patience(stop_before, "stop_before"))
+        stop = Stop(watch, agreed["stop_on"], agreed["stop_before"])
         undo.callback(stop.close)
         undo.callback(watch.stop)
         with activity.InCall("init", None):
-            stop.begin(private, os.environ, listen=stop_on is not None)
-            settings = _settings(private, nodes, watch, limit, device, backend, staging)
+            stop.begin(private, os.environ, listen=asked.stop_on is not None)
+            settings = _settings(private, nodes, watch, limit, asked)
             registration.host.open(private, settings, meeting)
             undo.callback(registration.host.close)
             take_back = torchrun.give(private, nodes, meeting.host, os.environ, limit, program)
             undo.callback(take_back)
-            if bind:
+            if asked.bind:
                 _bind(private, nodes, accelerator.of_rank(nodes.local_rank) if program else settings.device)
-            name = None if implicit else backend or registration.default_backend(settings.own_gpus)
+            name = None if implicit else asked.backend or registration.default_backend(settings.own_gpus)
             owns_group = registration.start(private, meeting, name, limit, settings.device)
         undo.pop_all()
     if comm.size > 1:
@@ -425,22 +429,16 @@ def _make(
         _take_back=take_back,
         _owns_group=owns_group,
         _implicit=implicit,
-        _asked=(comm, device, backend, timeout, staging, bind, stop_on, stop_before, trace),
+        _asked=asked._replace(comm=comm),
     )
 
 
 def _settings(
-    private: MPI.Intracomm,
-    nodes: rendezvous.Nodes,
-    watch: Watch,
-    limit: timedelta,
-    device: torch.device | str | None,
-    backend: str | None,
-    staging: str | None,
+    private: MPI.Intracomm, nodes: rendezvous.Nodes, watch: Watch, limit: timedelta, asked: Asked
 ) -> Settings:
     """Choose the device of each rank, and collect what the ranks know of each other. Collective over `private`."""
     shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # experimental, NCCL 2.30.3 and later
-    chosen, own_gpus = accelerator.choose(private, nodes.local_rank, device, backend, shared)
+    chosen, own_gpus = accelerator.choose(private, nodes.local_rank, asked.device, asked.backend, shared)
     places = objects.all_gather_object(private, (nodes.mine, capacity()))
     return Settings(
         device=chosen,
@@ -450,7 +448,7 @@ def _settings(
         one_system=watch.one_system,
         node_of=tuple(node for node, _ in places),
         memory=tuple(nbytes for _, nbytes in places),
-        staging=os.path.abspath(staging or staging_folder(nodes.count)),
+        staging=os.path.abspath(asked.staging or staging_folder(nodes.count)),
         child_environ=launcher.without_launcher(os.environ),
         making_group=registration.host.making,
     )
@@ -469,19 +467,15 @@ def _bind(comm: MPI.Intracomm, nodes: rendezvous.Nodes, device: torch.device) ->
 
 
 def _agree_on(
-    comm: MPI.Intracomm,
-    backend: object,
-    bind: object,
-    stop_on: object,
-    stop_before: object,
-    trace: object,
-    timeout: object,
-    env_timeout: str | None,
-    env_cache: str | None,
-) -> timedelta:
-    """Check the arguments and variables of init() on all ranks, and return the deadline. Collective over `comm`."""
+    comm: MPI.Intracomm, asked: Asked, env_timeout: str | None, env_cache: str | None
+) -> tuple[dict[str, Any], timedelta]:
+    """Check the arguments and variables of init() on all ranks, and return what must be the same, and the deadline.
+
+    Collective over `comm`.
+    """
 
     def check() -> tuple[dict[str, Any], float]:
+        backend, bind, trace = asked.backend, asked.bind, asked.trace
         if backend is not None and not isinstance(backend, str):
             raise refusal(TypeError, "HD114", f"backend must be a string, got {type(backend).__name__}")
         if backend is not None:
@@ -491,13 +485,18 @@ def _agree_on(
         pool.limit_of(env_cache, 0)
         if not isinstance(trace, (str, os.PathLike, NoneType)):
             raise refusal(TypeError, "HD114", f"trace must be a folder, got {type(trace).__name__}")
-        stop = {"stop_on": stopping.signals(stop_on), "stop_before": patience(stop_before, "stop_before")}
-        return {"backend": backend, "bind": bind, **stop, "trace": trace is not None}, deadline(timeout, env_timeout)
+        stop = {
+            "stop_on": stopping.signals(asked.stop_on),
+            "stop_before": patience(asked.stop_before, "stop_before"),
+        }
+        options = {"backend": backend, "bind": bind, **stop, "trace": trace is not None}
+        return options, deadline(asked.timeout, env_timeout)
 
     given = objects.run_on_all(comm, "init", check)
     odd = {rank: objects.first_difference(given[0][0], options) for rank, (options, _) in enumerate(given)}
     objects.raise_problems("init", {rank: text for rank, text in odd.items() if text is not None})
-    return timedelta(seconds=given[0][1])
+    agreed, seconds = given[0]
+    return agreed, timedelta(seconds=seconds)
 
 
 def _start_trace(comm: MPI.Intracomm, folder: str | os.PathLike[str]) -> None:
@@ -507,16 +506,6 @@ def _start_trace(comm: MPI.Intracomm, folder: str | os.PathLike[str]) -> None:
     objects.run_on_all(comm, "init", lambda: recording.start(os.fspath(folder), job, comm.rank, comm.size))
     assert recording.current is not None
     recording.current.clocks.append(clocks.compare(comm, None))
-
-
-def _end_trace() -> None:
-    """Write the trace of this rank, if there is one; the program ends all the same if that fails."""
-    try:
-        if recording.current is not None:
-            recording.current.save(finished=True)
-    except OSError as error:
-        abort.print_error(f"hpcdist: the trace of this rank is not complete: {error}")
-    recording.stop()
 
 
 def staging_folder(nodes: int) -> str:

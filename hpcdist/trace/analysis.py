@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from hpcdist.activity.recording import FORMAT
 from hpcdist.errors import FileError, listed
 from hpcdist.formats.paths import file_errors
 
-_FORMAT = "hpcdist trace 1"
 _COLUMNS = "call group number rank thread begin end payload last waited largest"
 _FRAME = {"init", "init_process_group", "finalize"}  # all that is in the trace of a world that init() has replaced
 _OPEN = -2  # stands for null, in `end`: the call was under way at the end of the job
@@ -78,8 +78,8 @@ def read(folder: Path, job: str = "*") -> Trace:
             if not head:  # the rank was killed
                 continue
             headers.append(header := Header(**json.loads(head)))
-            if header.format != _FORMAT:
-                raise FileError("HD402", f"{path}: is not in {_FORMAT!r}; read it with the hpcdist that wrote it")
+            if header.format != FORMAT:
+                raise FileError("HD402", f"{path}: is not in {FORMAT!r}; read it with the hpcdist that wrote it")
             table = np.array(json.loads(b"[%b]" % b",".join(lines).replace(b"null", b"%d" % _OPEN)), np.int64)
             call, group, number, _, thread, begin, end, nbytes = table.reshape(len(lines), 8).T
             names = [name + (site and f" at {site}") + (route and f" ({route})") for name, site, route in header.calls]

@@ -16,7 +16,7 @@ from typing import Any
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
-from hpcdist.activity import ANYBODY, NOBODY, Entry, ThreadStatus
+from hpcdist.activity import ANYBODY, NOBODY, Entry, ThreadStatus, callsite
 from hpcdist.watch.hang_table import ISSUED, Report
 
 VERSION = "2.10"  # of the format that the analyser of torch 2.13 reads
@@ -96,7 +96,7 @@ def _highest(report: Report, team: int) -> int:
 
 
 def _verb(entry: Entry) -> str:
-    return entry.text.partition(" at ")[0].partition("(")[0]
+    return callsite.parts(entry.text)[0].partition("(")[0]
 
 
 def _types(verbs: Iterator[str]) -> dict[str, str]:
@@ -114,7 +114,7 @@ def _message(entry: Entry, own: int) -> str:
 
 def _record(entry: Entry, state: str, kind: str, place: tuple[str, int], tensors: str) -> dict[str, Any]:
     name, number = place
-    what, _, site = entry.text.rpartition(" at ") if " at " in entry.text else (entry.text, "", "")
+    what, site = callsite.parts(entry.text)
     file, _, line = site.rpartition(":")
     size = re.fullmatch(r"(\d+) x torch\.(\w+)", tensors) if kind in _SIZED else None
     sizes, dtypes = ([[int(size[1])]], [_DTYPES.get(size[2], size[2])]) if size else ([[]], [])

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
@@ -95,7 +95,7 @@ class Watch:
     def _announce_end(self) -> None:
         """Announce to all ranks that this one ends the job, and write its trace."""
         self._query.end_job()
-        _save_trace()
+        save_trace(finished=False)
         if recording.current is not None:
             recording.current.wait_for_others(_PATIENCE)
 
@@ -167,7 +167,6 @@ class Watch:
             poll.register(fd, select.POLLIN)
         if self._query.ended:  # the main thread continues until the launcher ends this process
             abort.cleanup()
-            _save_trace()
             seconds = min(seconds, _LEAST)
         for fd, _ in poll.poll(max(0.0, seconds) * 1000):
             if fd == self._wake:
@@ -176,8 +175,12 @@ class Watch:
                 os.read(fd, 2**16)
                 self._signalled = True
             elif fd == self._query.datagrams.fileno():
+                ended = self._query.ended
                 for message in self._query.datagrams.receive():
                     self._query.take(message)
+                if self._query.ended and not ended:
+                    abort.cleanup()  # first: the launcher may end this process at any time
+                    save_trace(finished=False)
             elif fd in reactions:
                 reactions[fd]()
             elif self._peer is not None:
@@ -230,7 +233,7 @@ class Watch:
         folder = self._flight_records(reports)
         self._query.send_all("raise", folder)
         text = f"{call.text} has waited for {waited:.1f} s, its deadline is {limit:g} s"
-        why = verdict(call, absent, reports, lambda team: activity.peers.get(team, ()))
+        why = verdict(call, absent, reports, _peers_of)
         records = [f"flight records: torchfrtrace {path}" for path in sorted(Path(folder).iterdir() if folder else [])]
         _show(record, "\n".join([text, table(reports.values(), time.time()), why, *records]))
         abort.job(1, _JOIN)
@@ -239,9 +242,7 @@ class Watch:
         """Write the calls of all ranks for torch's analyser; return the folder, "" if it cannot be."""
         try:
             trace = recording.current
-            folder = flight_records.write(
-                None if trace is None else str(trace.path.parent), reports, lambda team: activity.peers.get(team, ())
-            )
+            folder = flight_records.write(None if trace is None else str(trace.path.parent), reports, _peers_of)
         except Exception as error:  # the table comes first
             abort.print_error(f"hpcdist: there are no flight records: {error}")
             return ""
@@ -256,7 +257,7 @@ class Watch:
 
     def _join(self, other: int) -> None:
         """Raise in all waiting calls of this rank, because another rank does so and ends the job."""
-        _save_trace()
+        save_trace(finished=False)
         if self._query.folder:
             self._write_own(Path(self._query.folder))
         for record in activity.thread_records:
@@ -271,7 +272,7 @@ class Watch:
     def _on_peer_death(self) -> None:
         """Report a process of this node that has died, and end the job, unless it is ending already."""
         self._peer_died = False
-        _save_trace()  # now, because the launcher may end this process at any time
+        save_trace(finished=False)  # now, because the launcher may end this process at any time
         self._until(time.monotonic() + _END)
         dead = {} if self._query.job_ends() or self._stopping else self._query.dead_ranks()
         if not dead:
@@ -319,10 +320,17 @@ class Watch:
             self._signalled = False
 
 
-def _save_trace() -> None:
-    """Write the trace of this rank, if there is one, before the job is ended."""
-    if recording.current is not None:
-        recording.current.save(finished=False)
+def save_trace(finished: bool) -> None:
+    """Write the trace of this rank, if there is one; the program ends all the same if that fails."""
+    try:
+        if recording.current is not None:
+            recording.current.save(finished)
+    except OSError as error:
+        abort.print_error(f"hpcdist: the trace of this rank is not complete: {error}")
+
+
+def _peers_of(team: int) -> Sequence[int]:
+    return activity.peers.get(team, ())
 
 
 def _show(record: ThreadRecord, text: str) -> None:
