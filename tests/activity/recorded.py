@@ -46,7 +46,7 @@ def calls(rank: int, size: int) -> None:
 
 
 def main(what: str, folder: str | None = None) -> None:
-    world = hd.init(trace=folder, timeout=3 if what == "hang" else None)
+    world = hd.init(trace=folder, timeout=3 if "hang" in what else None)
     rank, size = world.rank, world.world_size
     if what == "calls":
         calls(rank, size)
@@ -64,13 +64,18 @@ def main(what: str, folder: str | None = None) -> None:
         world.finalize()
         hd.init(trace=folder)
         hd.concat(torch.ones(1))
-    elif what == "lost":  # the folder is removed while the job runs
+    elif what.startswith("lost"):  # the folder is removed while the job runs
         hd.concat(torch.ones(1))
         if rank == 0:
             assert folder is not None
             for path in Path(folder).iterdir():
                 path.unlink()
             Path(folder).rmdir()
+        if what == "lost in a hang":
+            hd.concat(torch.ones(1))
+            if rank == 0:
+                hd.concat(torch.ones(1))
+            time.sleep(1000)
     else:
         hd.concat(torch.ones(1))
         if rank == size - 1:

@@ -197,6 +197,12 @@ def test_a_folder_that_is_lost_does_not_hold_up_the_end(tmp_path: Path) -> None:
     assert job.err.count("the trace of this rank is not complete") == 2, job.err
 
 
+def test_a_folder_that_is_lost_leaves_the_table_of_a_hang(tmp_path: Path) -> None:
+    job = run(2, "lost in a hang", tmp_path / "trace")
+    assert job.status != 0
+    assert "has waited for" in job.err and "the trace of this rank is not complete" in job.err, job.err
+
+
 class Work:
     """A handle of torch that is done when told."""
 
