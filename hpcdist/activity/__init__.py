@@ -12,20 +12,28 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
+from torch import Tensor
+
 from hpcdist.activity import callsite
 from hpcdist.activity.procstat import started
 
 RUNNING, FINALIZED, ENDING = 0, 1, 2  # states of a process; the last one ends the job on purpose
 ANYBODY, NOBODY = 2**31, 2**31 + 1  # in the place of a rank
 
+_EPOCH = time.time() - time.perf_counter()  # times in memory are of the latter clock, which never jumps
 _HEAD = struct.Struct("<qqq")  # of a rank: pid, when the system started that process, its state
 _RECORD = struct.Struct("<qqdq")  # of a thread: calls begun, calls finished, when the last one finished, thread ID
 _COUNT, _LAST = struct.Struct("<q"), struct.Struct("<qd")  # the first field of that; the second and third
 _ENTRY = struct.Struct("<dqqH")  # of a call: when it began, the team, its number in the team, the text's length
 _TEXT = callsite.LONGEST
+_now = time.perf_counter
 _THREADS = 64  # threads of a rank whose calls the other ranks see; those of more threads only have deadlines
 _RECORD_SIZE = _RECORD.size + 2 * (_ENTRY.size + _TEXT)
 _SLOT_SIZE = 2**16  # bytes per rank
+
+
+# Text, team, number and beginning of a call; its end, thread, route and nbytes. Times are of time.perf_counter().
+Row = tuple[Any, float | None, int, str, int]
 
 
 class Entry(NamedTuple):
@@ -73,6 +81,17 @@ class Process(NamedTuple):
     threads: list[ThreadStatus]
 
 
+def nbytes_of(x: Any) -> int:
+    """Return the bytes of the tensors in nested lists, tuples and dicts; 0 for what does not have any."""
+    try:
+        found = getattr(x, "nbytes", None)
+    except Exception:  # any object of the user's
+        found = None
+    if type(found) is int:
+        return found
+    return sum(map(nbytes_of, x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()))
+
+
 class ThreadRecord:
     """The record that one thread writes: its calls, one after the other.
 
@@ -86,6 +105,8 @@ class ThreadRecord:
         work: torch's handle of the call under way, if torch runs it in the background: it ends with that.
         tensors: those of the call under way, among nested lists and other arguments.
         route: name of the route that the call under way has taken, where it has told.
+        keep: what takes the Row of each call that ends, where calls are traced.
+        call: text, team, number and beginning of the call under way, where calls are traced.
     """
 
     def __init__(self, memory: memoryview, at: int) -> None:
@@ -100,6 +121,8 @@ class ThreadRecord:
         self.work: Any = None
         self.tensors: Any = None
         self.route = ""
+        self.keep = keep
+        self.call: Any = None
         self._settling = threading.Lock()
         self._seen = (0, 0)  # begun and touched at the latest wait()
 
@@ -110,12 +133,15 @@ class ThreadRecord:
         self.begun = begun = self.begun + 1
         odd = begun & 1
         at = self._entries[odd]
-        _ENTRY.pack_into(self._memory, at, time.time(), team, number, len(text))
+        since = _now()
+        _ENTRY.pack_into(self._memory, at, since, team, number, len(text))
         if self._texts[odd] is not text:  # a program repeats its calls
             self._texts[odd] = text
             at += _ENTRY.size
             self._memory[at : at + len(text)] = text
         _COUNT.pack_into(self._memory, self._at, begun)
+        if self.keep is not None:
+            self.call = text, team, number, since
 
     def take(self) -> None:
         """Make it the record of this thread."""
@@ -135,6 +161,10 @@ class ThreadRecord:
     def follow(self, work: Any) -> None:
         """Let the call under way end with torch's handle of it."""
         self.work = work
+        if (keep := self.keep) is not None:
+            row = self.row(None)
+            self.call = None
+            work.get_future().add_done_callback(lambda _: keep((row[0], _now(), *row[2:])))
 
     def settle(self) -> None:
         """End the call under way if its `work` is done, and let that go; called by the watching thread alone."""
@@ -143,10 +173,22 @@ class ThreadRecord:
                 self.work = None
                 self.end()
 
+    def row(self, ended: float | None) -> Row:
+        """Return the row of the call under way."""
+        x = self.tensors
+        if type(x) is list and len(x) == 1:  # as most calls of torch
+            x = x[0]
+        nbytes = x.nbytes if type(x) is Tensor else 0 if x is None else nbytes_of(x)
+        return self.call, ended, self.thread, self.route, nbytes
+
     def end(self) -> None:
+        ended = _now()
+        if self.call is not None and self.keep is not None:
+            self.keep(self.row(ended))
+            self.call = None
         self.tensors = None
         self.finished = self.begun
-        _LAST.pack_into(self._memory, self._at + _COUNT.size, self.begun, time.time())
+        _LAST.pack_into(self._memory, self._at + _COUNT.size, self.begun, ended)
 
 
 class SharedRecord:
@@ -164,7 +206,7 @@ class SharedRecord:
     def thread_records(self, local_rank: int) -> list[ThreadRecord]:
         """Return the records that this process writes."""
         first = local_rank * _SLOT_SIZE + _HEAD.size
-        return [new_record(self._memory, first + i * _RECORD_SIZE) for i in range(_THREADS)]
+        return [ThreadRecord(self._memory, first + i * _RECORD_SIZE) for i in range(_THREADS)]
 
     def read(self, local_rank: int) -> Process:
         """Return what a rank of this node has written. A text that is being written may be torn."""
@@ -181,14 +223,14 @@ class SharedRecord:
 def _status(memory: memoryview, at: int) -> ThreadStatus:
     begun, finished, ended, thread = _RECORD.unpack_from(memory, at)
     call = _entry(memory, at, begun) if begun > finished else None
-    return ThreadStatus(thread, call, _entry(memory, at, finished) if finished else None, ended)
+    return ThreadStatus(thread, call, _entry(memory, at, finished) if finished else None, _EPOCH + ended)
 
 
 def _entry(memory: memoryview, at: int, count: int) -> Entry:
     at += _RECORD.size + (count & 1) * (_ENTRY.size + _TEXT)
     since, team, number, length = _ENTRY.unpack_from(memory, at)
     at += _ENTRY.size
-    return Entry(since, team, number, bytes(memory[at : at + min(length, _TEXT)]).decode(errors="replace"))
+    return Entry(_EPOCH + since, team, number, bytes(memory[at : at + min(length, _TEXT)]).decode(errors="replace"))
 
 
 class Counted(Protocol):
@@ -204,7 +246,7 @@ shortest = inf  # seconds of the shortest deadline of any call's own
 peers: dict[int, list[int]] = {}  # the world's ranks of each `Counted.number` seen in this process
 thread_records: list[ThreadRecord] = []  # of this process; empty where nothing is watched
 _free: list[ThreadRecord] = []  # those of threads that have ended, then the unused ones
-new_record: Callable[[memoryview, int], ThreadRecord] = ThreadRecord  # makes that of a thread
+keep: Callable[[Row], object] | None = None  # of the records that are made from now on
 lone_limit: float | None = None  # seconds: the deadline of calls, where this process is the only rank
 wake: Callable[[], None] | None = None  # has the watching thread look at the calls now
 _refusal: Callable[[], Exception] | None = None  # makes the error that calls raise in this process
@@ -268,7 +310,7 @@ def _own() -> _ThreadCalls | None:
     try:
         record = free.pop(0)  # atomic: several threads may begin at once
     except IndexError:
-        record = new_record(memoryview(bytearray(_RECORD_SIZE)), 0)
+        record = ThreadRecord(memoryview(bytearray(_RECORD_SIZE)), 0)
         thread_records.append(record)
     record.take()
     own = _mine.own = _ThreadCalls(record, free)
@@ -285,8 +327,7 @@ class InCall:
             a call without a deadline, since it ends by itself.
         text: name and place of the call; by default the verb, and where the user's code called it.
         limit: deadline in seconds, if it is not that of all calls.
-        tensors: those of the call, among nested lists and other arguments; described only when a rank asks. Or a
-            verb's operation, whose `x` they are.
+        tensors: those of the call, among nested lists and other arguments; described only when a rank asks.
         route: name of the route that the call takes, if it is known.
     """
 

@@ -1,6 +1,6 @@
 """Record the calls of this process for a trace: one row per call in memory, written to a file when the job ends.
 
-While nothing is recorded, this costs nothing: the record of calls is then made of objects that know no rows.
+While nothing is traced, a call tests twice whether it is.
 """
 
 from __future__ import annotations
@@ -16,14 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcdist import activity
-from hpcdist.activity import ANYBODY, NOBODY, ThreadRecord, callsite
+from hpcdist.activity import ANYBODY, NOBODY, Row, callsite
 
 FORMAT = "hpcdist trace 1"
 ROWS = 2**16  # rows that are kept, about 20 MB; of more, the oldest are dropped
-_now, _begin, _end = time.perf_counter_ns, ThreadRecord.begin, ThreadRecord.end
-# (text, team, number, begin) of a call, its end, thread, route and nbytes
-Row = tuple[Any, int | None, int, str, int]
-
 _PAUSE = 0.02  # seconds between two looks at the files of other ranks
 
 
@@ -41,19 +37,6 @@ class Clock(NamedTuple):
     shift: int
     error: int
     epoch: int
-
-
-def nbytes_of(x: Any) -> int:
-    """Return the bytes of the tensors in nested lists, tuples and dicts; 0 for what does not have any."""
-    if type(x) is list and len(x) == 1:  # as most calls of torch
-        x = x[0]
-    try:
-        found = x.nbytes
-    except Exception:  # any object of the user's
-        found = None
-    if type(found) is int:
-        return found
-    return sum(map(nbytes_of, x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()))
 
 
 class Recording:
@@ -75,13 +58,7 @@ class Recording:
         self.rows: deque[Row] = deque(maxlen=ROWS)
         self.clocks: list[Clock] = []
         self._header: dict[str, Any] = {"format": FORMAT, "job": job, "rank": rank, "world_size": world_size}
-        self._records: list[_RowRecord] = []
         self._saving = threading.Lock()
-
-    def new_record(self, memory: memoryview, at: int) -> _RowRecord:
-        """Make the record of a thread."""
-        self._records.append(_RowRecord(memory, at, self.rows))
-        return self._records[-1]
 
     def save(self, finished: bool) -> None:
         """Write the file. A second call writes it anew, unless the first one is still writing.
@@ -101,10 +78,10 @@ class Recording:
 
     def _write(self, finished: bool) -> None:
         rows, clocks = list(self.rows), self.clocks
-        calls = sum(record.begun - (record.begun > record.finished) for record in self._records)
+        records = activity.thread_records
+        calls = sum(record.begun - (record.begun > record.finished) for record in records)
         if not finished:
-            left = [record.row(None) for record in self._records]
-            rows += [row for row in left if row[0] is not None]
+            rows += [record.row(None) for record in records if record.call is not None]
             clocks = [clocks[0], clocks[0]._replace(local=time.perf_counter_ns(), epoch=time.time_ns())]
         names: dict[tuple[bytes, str], int] = {}
         lines = [self._line(names, *row) for row in rows]
@@ -115,7 +92,7 @@ class Recording:
             "dropped": calls - ROWS if len(self.rows) == ROWS else 0,
             "finished": finished,
             "error_ns": max(clock.error for clock in clocks),
-            "clock": [(self._aligned(clock.local), clock.epoch) for clock in clocks],
+            "clock": [(self._aligned(clock.local / 1e9), clock.epoch) for clock in clocks],
             "calls": [_named(text, route) for text, route in names],
             "groups": {0: list(range(self._header["world_size"])), **activity.peers},
         }
@@ -133,8 +110,8 @@ class Recording:
     def _line(
         self,
         names: dict[tuple[bytes, str], int],
-        call: tuple[bytes, int, int, int],
-        end: int | None,
+        call: tuple[bytes, int, int, float],
+        end: float | None,
         thread: int,
         route: str,
         nbytes: int,
@@ -148,8 +125,9 @@ class Recording:
             peer = "null" if other == NOBODY else "-1" if other == ANYBODY else str(activity.peers[team][other])
         return f"[{name},{team},{number},{peer},{thread},{self._aligned(begin)},{last},{nbytes}]\n"
 
-    def _aligned(self, local: int) -> int:
+    def _aligned(self, seconds: float) -> int:
         """Return a time of this rank's clock by the clock of the trace: its drift is taken to be constant."""
+        local = round(seconds * 1e9)
         first, last = self.clocks[0], self.clocks[-1]
         drift = last.shift - first.shift
         return local + first.shift + (drift and drift * (local - first.local) // (last.local - first.local))
@@ -159,44 +137,6 @@ def _named(text: bytes, route: str) -> tuple[str, str, str]:
     """Return the name, place and route of a call from its text, such as "concat() at train.py:12"."""
     name, site = callsite.parts(text.decode(errors="replace"))
     return name.replace("()", ""), site, route
-
-
-class _RowRecord(ThreadRecord):
-    """The record of a thread whose calls become rows: in as few steps as can be, since each call takes them.
-
-    Attributes:
-        running: text, team, number and beginning of the call under way, by the clock of this rank; None without one.
-    """
-
-    def __init__(self, memory: memoryview, at: int, rows: deque[Row]) -> None:
-        super().__init__(memory, at)
-        self._rows = rows
-        self.running: Any = None
-
-    def begin(self, team: int, number: int, text: bytes) -> None:
-        _begin(self, team, number, text)
-        self.running = text, team, number, _now()
-
-    def end(self) -> None:
-        if self.running is not None:
-            self._rows.append(self.row(_now()))
-            self.running = None
-        _end(self)
-
-    def row(self, end: int | None) -> Row:
-        """Return the row of the call under way."""
-        x, route = self.tensors, self.route
-        if type(x) is not list and x is not None:
-            found = getattr(x, "unrouted", None)
-            if found is not None:  # a verb, with its tensors
-                x, route = x.x, route or found
-        return self.running, end, self.thread, route, 0 if x is None else nbytes_of(x)
-
-    def follow(self, work: Any) -> None:
-        row, rows = self.row(None), self._rows
-        self.running = None
-        super().follow(work)
-        work.get_future().add_done_callback(lambda _: rows.append((row[0], _now(), *row[2:])))
 
 
 class _Groups(dict[int, list[int]]):
@@ -222,7 +162,7 @@ def start(folder: str, job: str, rank: int, world_size: int) -> None:
     """
     global current
     current = Recording(folder, job, rank, world_size)
-    activity.new_record, activity.peers = current.new_record, _Groups(activity.peers)
+    activity.keep, activity.peers = current.rows.append, _Groups(activity.peers)
 
 
 def stop() -> None:
@@ -231,4 +171,4 @@ def stop() -> None:
     if current is not None:
         current, groups = None, activity.peers
         left = {number: ranks for number, ranks in groups.items() if number not in getattr(groups, "freed", ())}
-        activity.new_record, activity.peers = ThreadRecord, left
+        activity.keep, activity.peers = None, left

@@ -149,7 +149,7 @@ class Operations:
             events = gpu_events(found)
             if events:
                 step, args = _after, (events, step, *args)
-            work = Queued(verb, team, limit, agreement.checked, (call, step, *args), tensors)
+            work = Queued(verb, team, limit, found, agreement.checked, (call, step, *args), tensors)
         work.number = self._calls
         return work
 

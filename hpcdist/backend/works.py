@@ -145,20 +145,28 @@ class Queued(Finished):
         verb: name of the call.
         team: ranks of the call.
         limit: deadline of the call in seconds.
+        found: the tensors of the call.
         step, args: what to run, with the team before these arguments.
-        tensors: what the future holds when it is done.
+        result: what the future holds when it is done.
     """
 
     def __init__(
-        self, verb: str, team: Team, limit: float | None, step: Callable[..., object], args: Any, tensors: Any
+        self,
+        verb: str,
+        team: Team,
+        limit: float | None,
+        found: list[Tensor],
+        step: Callable[..., object],
+        args: Any,
+        result: Any,
     ) -> None:
-        super().__init__(tensors)
+        super().__init__(result)
         self._verb, self._team = verb, team
         self._where = where = callsite.where(verb)
         self._heard: list[None] = []
 
         def run() -> None:
-            with activity.InCall(verb, team, text=where, limit=limit, tensors=args, route="mpi"):
+            with activity.InCall(verb, team, text=where, limit=limit, tensors=found, route="mpi"):
                 step(team, *args)
 
         self._done = team.worker.submit(run)

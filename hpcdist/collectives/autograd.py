@@ -65,7 +65,7 @@ def _transposed(op: Any, team: Team, grad: Tensor, create_graph: bool) -> Tensor
     batched = _functorch.is_batchedtensor(grad) or _functorch.is_legacy_batchedtensor(grad)
     problem = _NO_BATCH if batched else _NO_DOUBLE if create_graph else None
     options = (("the result", op.which),)  # compared, since ranks might pass through different results
-    with activity.InCall(what, team, tensors=op), abort.InStep(what, team.size):
+    with activity.InCall(what, team, tensors=op.x, route=op.unrouted), abort.InStep(what, team.size):
         collective.exchange(team, Call(what, options=options, problem=problem))
         with abort.InTransfer(op.name, team.size):
             found: Tensor | None = op.backward(team, grad.resolve_conj().resolve_neg().contiguous())

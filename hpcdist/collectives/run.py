@@ -208,12 +208,15 @@ def run(op: Operation, team: Team, async_op: bool = False) -> Any:
     """
     result: Any
     if async_op:
-        result = background.submit(team, op.name, partial(_execute_later, op), partial(_attached, team), sized=op)
+        result = background.submit(team, op.name, partial(_execute_later, op), partial(_attached, team), tensors=op.x)
         team.calls[True] += 1
     else:
         team.calls[False] += 1
         text = callsite.where(op.name, frames=2)  # of where() and run(); their caller may be the outermost frame
-        with activity.InCall(op.name, team, text=text, tensors=op), abort.InStep(op.name, team.size):
+        with (
+            activity.InCall(op.name, team, text=text, tensors=op.x, route=op.unrouted),
+            abort.InStep(op.name, team.size),
+        ):
             result = op.execute(team)
             if op.grad:
                 result = autograd.attach(op, team, result)
@@ -233,6 +236,7 @@ def plan(op: Operation, team: Team) -> Agreed:
 
 def _execute_later(op: Operation, team: Team) -> tuple[Any, Operation | None]:
     """(the result, the operation if it is needed for a gradient): else nothing of it outlives the call."""
+    activity.took(op.unrouted)
     result = op.execute(team)
     return result, op if op.grad else None
 

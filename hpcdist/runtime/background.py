@@ -125,7 +125,7 @@ def submit(
     step: Callable[[Team], Any],
     finish: Callable[[Any], T] | None = None,
     watched: bool = True,
-    sized: Any = None,
+    tensors: Any = None,
 ) -> Handle[T]:
     """Run a step in the background of a team, after those submitted before.
 
@@ -133,7 +133,7 @@ def submit(
         step: takes the team in the background.
         finish: converts the result, in the thread that waits.
         watched: whether it is a call with a deadline.
-        sized: operation whose `x` are its tensors.
+        tensors: those of the call.
     """
     check_threads()
     what, background, before = callsite.where(verb), team.background, team.calls[False]
@@ -146,7 +146,7 @@ def submit(
         background.calls[False] = before
         # torch requires this order of its modes
         with (
-            activity.InCall(verb, background, text=what, tensors=sized) if watched else nullcontext(),
+            activity.InCall(verb, background, text=what, tensors=tensors) if watched else nullcontext(),
             torch.inference_mode(modes[1]),
             torch.set_grad_enabled(modes[0]),
             eager.as_called(recorded),

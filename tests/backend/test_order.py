@@ -85,7 +85,7 @@ def test_an_error_reaches_who_waits(world: hd.World, monkeypatch: pytest.MonkeyP
     def fail(team: object) -> None:
         raise OSError("no such wire")
 
-    work = works.Queued("all_reduce", Team(), None, fail, (), [])  # type: ignore[arg-type]
+    work = works.Queued("all_reduce", Team(), None, [], fail, (), [])  # type: ignore[arg-type]
     with pytest.raises(OSError, match="no such wire"):
         work.wait()
     assert work.is_completed() and not work.is_success() and isinstance(work.exception(), OSError)
