@@ -28,6 +28,7 @@ SOURCES = {
     "benchmarks/README.md": "benchmarks/tables.md",
     "benchmarks/results": "benchmarks/results",
     "CHANGELOG.md": "changes.md",
+    "CONTRIBUTING.md": "contributing.md",
     "hpcdist/errors/pages": "errors",
 }
 KINDS = (".md", ".svg", ".png", ".css", ".js")

@@ -6,6 +6,7 @@ import argparse
 import runpy
 import sys
 
+from hpcdist.process.versions import __version__
 from hpcdist.runtime.commandline import Parser
 
 # Name -> what it does, the module to run, and words that come before the user's.
@@ -33,6 +34,7 @@ def main() -> None:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         return
     p = Parser(prog="hpcdist", description="Run a command of hpcdist.", formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("--version", action="version", version=f"hpcdist {__version__}")
     commands = "\n".join(f"{name:10} {what}" for name, (what, *_) in COMMANDS.items())
     p.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=f"one of these; each has --help\n{commands}")
     p.parse_args(sys.argv[1:] or ["--help"])

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from launch import launcher, run
 
+import hpcdist
 from hpcdist.comm.launcher import without_launcher
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,6 +127,7 @@ def test_the_command_hpcdist(tmp_path: Path) -> None:
         (["explain", "HD401"], 0, "# HD401: "),
         (["gathr"], 2, "hpcdist: error: argument COMMAND: invalid choice: 'gathr' (choose from "),
         (["--help"], 0, "usage: hpcdist"),
+        (["--version"], 0, f"hpcdist {hpcdist.__version__}\n"),
     ):
         done = subprocess.run([command, *words], cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE)
         assert done.returncode == status and text in done.stdout + done.stderr, done

@@ -14,7 +14,7 @@ from importlib import metadata, util
 from hpcdist.errors import coded, hint, refusal
 from hpcdist.process.startup import COMMAND
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 
 # As in setup.cfg, which has the reasons. pip checks them when it installs; later installations, PYTHONPATH and a
 # cluster's modules do not.
