@@ -5,9 +5,10 @@
 # make test-backend: the process group with torch 2.13, 2.14 and 2.15, three MPIs, 1 to 5 ranks; 12 GB
 # make test-clients: of make test, the programs of accelerate, DeepSpeed, Lightning and others, compared with torchrun
 # make docs: the documentation as a site, build/site/index.html; its links are checked
+# make release: wheel, source distribution and recipes in dist/; checks them, installs them, runs the demo from each
 # make lint, make bench, make clean
 
-.PHONY: demo test test-all test-versions test-backend test-clients lint docs bench clean
+.PHONY: demo test test-all test-versions test-backend test-clients lint docs bench release clean
 
 demo:
 	@.ci/environment mpich demo
@@ -48,5 +49,9 @@ bench:
 	.venv/mpich/bin/pip install -q -c .ci/constraints.txt matplotlib
 	.venv/mpich/bin/python benchmarks/all.py
 
+release:
+	@.ci/environment mpich test
+	@.venv/mpich/bin/python packaging/release.py
+
 clean:
-	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
