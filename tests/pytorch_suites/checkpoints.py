@@ -49,19 +49,19 @@ GRACE = 30  # seconds that a process has to end a test at its deadline by itself
 START = 300  # seconds until the first test starts
 HEAD = """# PyTorch's own tests of checkpoints
 
-What passes of the tests of `torch.distributed.checkpoint` that save and load through a storage, over `HDF5Writer` and
-`HDF5Reader` ("hdf5") beside torch's own `FileSystemWriter` and `FileSystemReader` ("files"). Written by
-[tests/pytorch_suites/checkpoints.py](../tests/pytorch_suites/checkpoints.py), which says where the tests come from and
-puts the one in the place of the other without a change in a test. A test starts a process for each of its 2 or 4 ranks,
-which meet through gloo: there is no MPI, and none is needed. Pickles are allowed, as torch's reader allows them.
+PyTorch's tests of `torch.distributed.checkpoint` save and load through a storage. This page compares `HDF5Writer` and
+`HDF5Reader` ("hdf5") with torch's own `FileSystemWriter` and `FileSystemReader` ("files").
+[tests/pytorch_suites/checkpoints.py](../tests/pytorch_suites/checkpoints.py) writes it, and names the sources of the
+tests. It replaces the storage without a change in a test. A test starts a process for each of its 2 or 4 ranks. They
+use gloo, without MPI. Pickles are allowed, as in torch's reader.
 
-No GPU: tests that want several run on CPUs, and those that cannot, such as all of FSDP's first version, count as
-skipped. Tests of an older torch run where those of the newer one could not be had. "2.15, adapted" is a file of 2.15
-whose class for 2.15's new test base is merged into the one that it came from, for torch 2.13.
+There was no GPU. Tests for several GPUs run on CPUs. Those that cannot, such as all of FSDP's first version, count as
+skipped. If the tests of a torch version were not available, those of an older one run. "2.15, adapted" is a file of
+2.15, changed for torch 2.13: its class for 2.15's new test base is merged into the old test class.
 """
 # Why a test fails over HDF5, by its name, where its error does not say it.
 CAUSES: dict[str, str] = {
-    "test_storage_meta": "expects the folder that it gave; this writer's checkpoint is a file in it",
+    "test_storage_meta": "expects the folder's name; this writer's checkpoint is a file in the folder",
     "test_dcp_to_torch_save": "starts torch's command, which reads folders of torch's own format",
     "test_torch_save_to_dcp": "starts torch's command, which writes folders of torch's own format",
     "test_overwrite": "FileSystemWriter's option overwrite=False: here, a save always replaces the file at its end",
@@ -170,7 +170,7 @@ def page(runs: list[dict[str, Any]]) -> tuple[str, list[str]]:
             for key, of in sorted(counts.items())]  # fmt: skip
     lines = [HEAD, *head(*title), *rows, "", "## Where they differ", ""]
     lines += [*head("torch", "file", "test", *STORAGES, "why"), *differ] if differ else ["Nowhere."]
-    lines += ["", "## What fails with both", ""]
+    lines += ["", "## Failures of both storages", ""]
     lines += [*head("torch", "file", "test", "why"), *same] if same else ["Nothing."]
     lines += ["", "## Why tests are skipped", "", *head("reason", *STORAGES)]
     lines += [row(reason, *(of[name] for name in STORAGES)) for reason, of in sorted(skipped.items())]

@@ -10,27 +10,27 @@ Results = dict[str, dict[str, Any]]
 OUTCOMES = ("passed", "failed", "skipped")
 HEAD = """# PyTorch's own test suites
 
-What this backend passes of the tests that PyTorch has for its process groups, beside gloo. Written by
-[tests/pytorch_suites/suites.py](../tests/pytorch_suites/suites.py), which says where the suites come from and runs both
-backends in the same way: every rank is a process of one MPI job, each test has a deadline, and a test that fails runs
-once more, alone in a fresh job. Where a suite asks what a backend supports, it gets for this one what it gets for gloo,
-and what gloo lacks: uneven all_gather, PREMUL_SUM, messages whose handle is dropped.
+PyTorch has tests for its process groups. This page compares the results of this backend with those of gloo.
+[tests/pytorch_suites/suites.py](../tests/pytorch_suites/suites.py) writes it, and names the sources of the suites. It
+runs both backends in the same way. Every rank is a process of one MPI job, and each test has a deadline. A test that
+fails runs once more, alone in a new job. If a suite asks for a backend's features, this backend reports gloo's, and
+those that gloo lacks: uneven all_gather, PREMUL_SUM, messages whose handle is dropped.
 
-DistributedTest skips tests by the backend's name. Both backends get those that PyTorch has for gloo, and then, as
-"for MPI", those of the others that it has for its MPI backend, such as all_to_all and groups of fewer than 8 ranks. The
-profiler's events "gloo:all_reduce" have no counterpart here (torch's own "c10d::allreduce_" is there), and the tests do
-not look for one, as with any backend that is not PyTorch's own.
+DistributedTest skips tests by the backend's name. Both backends run the tests that PyTorch has for gloo. The rows
+"for MPI" are the other tests that PyTorch has for its MPI backend, such as all_to_all and groups of fewer than 8 ranks.
+The profiler has no events such as "gloo:all_reduce" for this backend, only torch's own "c10d::allreduce_". The tests do
+not look for such events, as with any backend that is not PyTorch's own.
 """
 # Why a test fails, by its name, where the end of its error does not say it.
 _NAME = "until torch 2.14, torch.distributed.monitored_barrier asks for gloo by name; a deadline ends the job here"
 CAUSES: dict[str, str] = {
-    "test_all_to_all_single_invalid_split_sizes": "its tensors are those of 2 ranks: on 4 no backend can pass it",
-    "test_barrier_timeout_full_group": "a deadline ends the job here, with a table of what every rank is doing",
+    "test_all_to_all_single_invalid_split_sizes": "its tensors fit 2 ranks, so no backend can pass it on 4",
+    "test_barrier_timeout_full_group": "a deadline ends the job here, with a table of all ranks",
     "test_monitored_barrier_gloo": _NAME,
-    "test_ddp_logging_data_cpu": 'torch itself calls every backend of somebody else\'s "custom" in the log of DDP',
+    "test_ddp_logging_data_cpu": 'DDP\'s log names every backend from outside torch "custom"',
     "test_monitored_barrier_gloo_subgroup": _NAME,
-    "test_noncontiguous_all_to_all_error": "expects an error for strided tensors: here they work",
-    "test_split_group": "torch takes no answer from a backend in Python on ranks in no group: an error here, and why",
+    "test_noncontiguous_all_to_all_error": "expects an error for strided tensors, which work here",
+    "test_split_group": "torch cannot split a Python backend's group if a rank is left out; the error says so",
 }
 
 
@@ -52,7 +52,7 @@ def page(runs: list[dict[str, Any]]) -> tuple[str, list[str]]:
     lines = [HEAD, f"MPI: {', '.join(mpis)}.", "", *_counts(table, backends)]
     differs, same, worse = _failures(table, backends)
     lines += ["", "## Where they differ", "", *(differs or ["Nowhere."])]
-    lines += ["", "## What fails with all", "", *(same or ["Nothing."])]
+    lines += ["", "## Failures of all backends", "", *(same or ["Nothing."])]
     lines += ["", "## Why tests are skipped", "", *_skips(table, backends)]
     return "\n".join(lines) + "\n", worse
 

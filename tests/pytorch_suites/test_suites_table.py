@@ -31,7 +31,7 @@ def test_the_page_counts_and_compares() -> None:
     rows = text.splitlines()
     assert "| 2.15.0 | distributed_test | 2 | 2, 1, 1 | 1, 2, 1 |" in rows
     assert "| 2.15.0 | distributed_test, for MPI | 2 | 0, 1, 0 | 1, 0, 0 |" in rows
-    differ, same = rows.index("## Where they differ"), rows.index("## What fails with all")
+    differ, same = rows.index("## Where they differ"), rows.index("## Failures of all backends")
     assert [row.split(" | ")[1] for row in rows[differ:same] if "2.15.0" in row] == ["b", "e"]
     assert [row.split(" | ")[1] for row in rows[same:] if "2.15.0" in row] == ["c"]
     assert "| needs a GPU | 1 | 1 |" in rows
