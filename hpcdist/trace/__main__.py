@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 
 from hpcdist.errors import FileError, coded, reason
 from hpcdist.process.streams import escape, printing
-from hpcdist.runtime.cli import ranks_text, table
+from hpcdist.runtime.cli import ranks_text
 from hpcdist.runtime.commandline import Parser, path, plural, show_bytes
+from hpcdist.runtime.page import Table, render, write
 from hpcdist.trace.analysis import Trace, read
 from hpcdist.trace.perfetto import merge
 
-_ROWS = 16  # of a table
 _CELLS = 64  # rows and columns of the picture; more ranks share them
 
 
@@ -51,18 +49,6 @@ def parser() -> Parser:
     p.add_argument("folder", type=path, metavar="DIR", help="folder with the traces of all ranks")
     p.add_argument("--job", default="*", metavar="NAME", help="run to report, if DIR has several")
     return p
-
-
-class Table:
-    """The rows of `columns` with the largest `bars`, which the page draws."""
-
-    def __init__(self, title: str, bars: Any, columns: dict[str, Iterable[Any]]) -> None:
-        order = np.argsort(-bars, kind="stable")[:_ROWS]
-        rows = [*zip(*columns.values(), strict=True)]
-        self.title = f"{title} (the first {_ROWS} of {len(rows)})" if len(rows) > _ROWS else title
-        self.head = [*columns]
-        self.rows = [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in rows[i]] for i in order]
-        self.bars = bars[order] / (bars.max(initial=0) or 1)
 
 
 def report(trace: Trace, page: Path) -> str:
@@ -102,9 +88,9 @@ def report(trace: Trace, page: Path) -> str:
     lines = _lines(trace, caused.sum(1), waits)
     step = -(-world // _CELLS)
     cells = np.add.reduceat(np.add.reduceat(caused, range(0, world, step), 0), range(0, world, step), 1)
-    template = jinja2.Template(Path(__file__).with_name("page.html.j2").read_text(), autoescape=True, trim_blocks=True)
-    page.write_text(template.render(lines=lines, tables=tables, cells=cells, step=step, world=world))
-    return "\n\n".join(["\n".join(lines), *(f"{one.title}\n{table(one.head, one.rows)}" for one in tables)])
+    picture = render(Path(__file__).with_name("squares.html.j2"), cells=cells, step=step, world=world)
+    write(page, lines, picture, tables)
+    return "\n\n".join(["\n".join(lines), *map(str, tables)])
 
 
 def _lines(trace: Trace, caused: Any, waits: Any) -> list[str]:

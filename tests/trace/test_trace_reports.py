@@ -229,7 +229,7 @@ def test_bad_input_is_one_line_with_a_fix(tmp_path: Path, capsys: pytest.Capture
     refused("not in 'hpcdist trace 1'; read it with the hpcdist that wrote it", "HD402")
     again()
     (tmp_path / "report.html").mkdir()
-    refused("cannot be written: Is a directory", "HD410")
+    refused("report.html: is a folder", "HD401")
 
 
 @pytest.mark.once

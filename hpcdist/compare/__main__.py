@@ -1,0 +1,316 @@
+"""The command ``mpirun -n N python -m hpcdist.compare``: time a user's calls, by hand and with hpcdist, and report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict
+from functools import partial
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from hpcdist.compare.byhand import CONTENDERS, DTYPES, VERBS, Case
+from hpcdist.compare.timing import Timing, measure
+from hpcdist.control import objects
+from hpcdist.errors import FileError, InputError
+from hpcdist.formats.paths import file_errors, write_errors, write_text
+from hpcdist.runtime.cli import progress, run
+from hpcdist.runtime.commandline import Parser, path, plural, show_bytes
+from hpcdist.runtime.page import Table, render, write
+from hpcdist.runtime.world import World
+from hpcdist.tensors import accelerator
+from hpcdist.trace.analysis import read
+
+FORMAT = "hpcdist compare 1"
+_SHAPES = [
+    "concat float32 1x64",
+    "concat float32 65536x64 4096x64",
+    "gather float32 65536x64",
+    "split float32 65536x64",
+]
+_LIKE = {
+    "all_gather": "concat",
+    "all_gather_single": "concat",
+    "concat": "concat",
+    "gather": "gather",
+    "split": "split",
+}
+_MOST = 8  # cases of a trace: those that take most time
+_KINDS = {"hpcdist": "hpcdist", "mpi4py": "mpi4py by hand", "torch": "torch by hand"}  # first words of the contenders
+_COLOURS = {"hpcdist": "#1f5fa8", "mpi4py": "#8d99a8", "torch": "#c3cad3"}
+Group = tuple[str, list[tuple[str, str, Timing]]]  # of the picture: a title, and a label, kind and timing for each bar
+Report = tuple[list[str], list[Table], list[Group]]  # sentences, a table for each case, and what is drawn
+
+
+def main(world: World, args: argparse.Namespace) -> int:
+    """Time the cases and write the report, or compare two files. Collective.
+
+    Returns:
+        The exit status.
+    """
+    if args.files and (len(args.files) != 2 or args.shapes or args.like):
+        raise InputError("HD505", "expected two files, without --shapes and --like, or none")
+    comm, record = world.comm, dict[str, Any]()
+    if not args.files:
+        lines = objects.run_on_root(comm, "compare", partial(_asked, args, world.world_size))
+        record = _measured(world, args, lines)
+    text = objects.run_on_root(comm, "compare", lambda: _reported(args, record))
+    if world.rank == 0:
+        print(text, flush=True)
+    return 0
+
+
+def _asked(args: argparse.Namespace, size: int) -> list[str]:
+    """Return the lines of the cases, which parse() takes."""
+    if args.like:
+        return _traced(Path(args.like), size)
+    lines = _SHAPES
+    if args.shapes:
+        with file_errors(args.shapes):
+            lines = [line.partition("#")[0].strip() for line in Path(args.shapes).read_text().splitlines()]
+    for line in (lines := [*filter(None, lines)]):
+        parse(line, size)
+    if not lines:
+        raise InputError("HD505", f"{args.shapes}: has no case")
+    return lines
+
+
+def parse(line: str, size: int) -> tuple[str, str, list[list[int]]]:
+    """Parse a case: a verb, a dtype, and the shapes of the ranks' shards; the last shape is that of all other ranks.
+
+    Raises:
+        InputError: it is not a case for `size` ranks.
+    """
+    verb, dtype, *words = [*line.split(), "", ""][: max(2, len(line.split()))]
+    shapes = [[int(n) for n in word.split("x")] for word in words if re.fullmatch(r"\d{1,12}(x\d{1,12})*", word)]
+    dims = {tuple(shape[1:]) for shape in shapes}
+    if verb not in VERBS or dtype not in DTYPES or len(shapes) < len(words) or not words:
+        expected = f"{' or '.join(VERBS)}, {' or '.join(DTYPES)}, and shapes such as 1000x64"
+        raise InputError("HD505", f"{line!r}: expected {expected}")
+    if len(dims) > 1 or len(shapes) > size or (verb == "redistribute" and dims == {()}):
+        what = f"up to {plural(size, 'shape')}, which differ in dim 0 only; two dims or more for redistribute"
+        raise InputError("HD505", f"{line!r}: expected {what}")
+    return verb, dtype, [*shapes, *repeat(shapes[-1], size - len(shapes))]
+
+
+def _traced(folder: Path, size: int) -> list[str]:
+    """Return the cases of a trace that take most time: the verbs and bytes of its calls."""
+    trace = read(folder)
+    if (world := trace.headers[0].world_size) != size:
+        raise InputError("HD505", f"{folder}: is of {plural(world, 'rank')}; compare on as many")
+    verbs = [_LIKE.get(re.split(r"\W", name)[0], "") for name in trace.calls]
+    rows = trace.rows[trace.rows.number > 0]
+    rows = rows[np.lexsort((rows.rank, rows.number, rows.group))]
+    first = np.flatnonzero(np.diff(rows.group, prepend=-1) | np.diff(rows.number, prepend=-1))
+    cost = dict[str, int]()
+    for i, n in zip(first, np.diff(first, append=len(rows)), strict=True):
+        call, counts = rows[i : i + n], rows.payload[i : i + n].tolist()
+        if n < size or not (verb := verbs[call.call[0]]) or not any(counts):
+            continue
+        if verb == "split":  # the trace has the root's bytes only
+            counts = [sum(counts) // size]
+        dtype, itemsize = ("int64", 8) if all(count % 8 == 0 for count in counts) else ("uint8", 1)
+        words = [str(count // itemsize) for count in counts]
+        line = f"{verb} {dtype} {' '.join(words[:1] if len({*words}) == 1 else words)}"
+        cost[line] = cost.get(line, 0) + int((call.end - call.begin - call.waited).sum())
+    if not cost:
+        raise InputError("HD505", f"{folder}: expected calls of {', '.join(_LIKE)} by all ranks")
+    return sorted(cost, key=lambda line: -cost[line])[:_MOST]
+
+
+def _measured(world: World, args: argparse.Namespace, lines: list[str]) -> dict[str, Any]:
+    """Time all contenders in all cases. Collective."""
+    group = dist.new_group(backend=accelerator.LIBRARY if world.settings.own_gpus else "gloo")
+    cases = []
+    for line in progress(lines, world, "compare"):
+        verb, dtype, shapes = parse(line, world.world_size)
+        case = Case(world.comm, verb, DTYPES[dtype], shapes, world.device, group)
+        timings = measure(CONTENDERS, case, args.rounds, args.seconds / len(lines))
+        cases.append({"case": line, "nbytes": sum(case.nbytes), "timings": [asdict(timing) for timing in timings]})
+        del case  # frees its memory before the next one is made
+    return {"format": FORMAT, "machine": f"{plural(world.world_size, 'rank')}", "cases": cases}
+
+
+def load(name: str) -> dict[str, Any]:
+    """Read a file of this command.
+
+    Raises:
+        FileError: it cannot be read, or is of another kind or version.
+    """
+    with file_errors(name):
+        record = json.loads(Path(name).read_text())
+        if record["format"] != FORMAT:
+            raise FileError("HD402", f"{name}: is not in {FORMAT!r}")
+        return dict(record)
+
+
+def _results(record: dict[str, Any]) -> dict[str, list[Timing]]:
+    return {
+        f"{of['case']}: {show_bytes(of['nbytes'])}": [Timing(**timing) for timing in of["timings"]]
+        for of in record["cases"]
+    }
+
+
+def _best(timings: list[Timing]) -> dict[str, Timing]:
+    """Return the fastest contender of each kind."""
+    ordered = sorted((t for t in timings if t.rounds), key=lambda t: -t.seconds.median)
+    best = {re.split(r"\W", timing.name)[0]: timing for timing in ordered}
+    return {kind: best[kind] for kind in _KINDS if kind in best}
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.4g} ms"
+
+
+def _times(values: Iterable[float]) -> str:
+    low, high = f"{min(values := [*values]):.2f}", f"{max(values):.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _alone(record: dict[str, Any]) -> Report:
+    """Return the report of the cases."""
+    tables, groups, shares = list[Table](), list[Group](), dict[str, list[float]]()
+    for case, timings in _results(record).items():
+        best = _best(timings)
+        ours = best["hpcdist"].seconds.median
+        for kind, timing in best.items():
+            shares.setdefault(kind, []).append(timing.seconds.median / ours)
+        timed = sorted((t for t in timings if t.rounds), key=lambda t: t.seconds.median)
+        medians = np.array([timing.seconds.median for timing in timed])
+        columns = {
+            "": [timing.name for timing in timed],
+            "median": map(_shown, medians),
+            "quartiles": (f"{_shown(t.seconds.low)} to {_shown(t.seconds.high)}" for t in timed),
+            "hpcdist = 1": medians / ours,
+        }
+        tables.append(Table(case, medians, columns, largest=False))
+        groups.append((case, [(_KINDS[kind], kind, timing) for kind, timing in best.items()]))
+    others = ", ".join(
+        f"{_KINDS[kind]} takes {_times(shares[kind])}" for kind in _KINDS if kind in shares and kind != "hpcdist"
+    )
+    return [record["machine"], f"Times of the fastest way of each kind, hpcdist = 1: {others}"], tables, groups
+
+
+def _against(names: list[str]) -> Report:
+    """Return the same for two files: how the second differs from the first."""
+    old, new = map(_results, map(load, names))
+    first, second = (Path(name).stem for name in names) if Path(names[0]).stem != Path(names[1]).stem else names
+    tables, groups, changes, shares = list[Table](), list[Group](), list[str](), list[float]()
+    for case in filter(new.__contains__, old):
+        found = {timing.name: timing for timing in new[case] if timing.rounds}
+        pairs = {t.name: (t.seconds, found[t.name].seconds) for t in old[case] if t.rounds and t.name in found}
+        ratios = np.array([b.median / a.median for a, b in pairs.values()])
+        verdicts = ["faster" if b.high < a.low else "slower" if b.low > a.high else "" for a, b in pairs.values()]
+        columns = {
+            "": pairs,
+            first: (_shown(a.median) for a, _ in pairs.values()),
+            second: (_shown(b.median) for _, b in pairs.values()),
+            "ratio": ratios,
+            "beyond the noise": verdicts,
+        }
+        tables.append(Table(case, ratios, columns, largest=False))
+        best = [(label, _best(results[case])) for label, results in ((first, old), (second, new))]
+        groups.append((case, [(f"{_KINDS[k]}, {label}", k, of[k]) for k in _KINDS for label, of in best if k in of]))
+        shares.append(best[1][1]["hpcdist"].seconds.median / best[0][1]["hpcdist"].seconds.median)
+        changes += verdicts
+    if not tables:
+        raise InputError("HD505", f"{' and '.join(names)}: expected files with a case in common")
+    lines = [
+        f"{second} against {first}: {plural(len(tables), 'case')}",
+        f"hpcdist takes {_times(shares)} of its time in {first}. Beyond the noise (quartiles apart), "
+        f"{changes.count('faster')} of {len(changes)} ways are faster and {changes.count('slower')} slower.",
+    ]
+    return lines, tables, groups
+
+
+def _bars(group: Group) -> tuple[str, list[tuple[Any, ...]]]:
+    """Return a title, and for each bar: label, colour, median and quartiles as shares of the longest, texts."""
+    title, bars = group
+    most = max(timing.seconds.median for *_, timing in bars)
+    return title, [
+        (
+            label,
+            _COLOURS[kind],
+            *(min(x / most, 1.1) for x in timing.seconds),
+            _shown(timing.seconds.median),
+            timing.name,
+        )
+        for label, kind, timing in bars
+    ]
+
+
+def _png(path: Path, title: str, groups: list[Group]) -> str:
+    """Draw the picture as PNG; return what to print."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "no PNG: matplotlib is not installed; pip install 'hpcdist[bench]'"
+    figure = Figure(figsize=(7, 0.4 + sum(0.5 + 0.22 * len(bars) for _, bars in groups)), layout="constrained")
+    figure.suptitle(title, fontsize=9)
+    panels = figure.subplots(len(groups), squeeze=False, height_ratios=[1 + len(bars) for _, bars in groups])
+    for panel, (case, bars) in zip(panels[:, 0], map(_bars, groups), strict=True):
+        panel.set_title(case[:90], fontsize=8, loc="left")
+        panel.invert_yaxis()
+        panel.set(xlim=(0, 1.3), xticks=[])
+        panel.spines[:].set_visible(False)
+        for row, (_, colour, median, low, high, text, *_) in enumerate(bars):
+            panel.barh(row, median, color=colour)
+            panel.hlines(row, low, high, color="black", linewidth=0.8)
+            panel.text(max(median, high) + 0.02, row, text, va="center", fontsize=8)
+        panel.set_yticks(range(len(bars)), [bar[0] for bar in bars], fontsize=8)
+    figure.savefig(path, dpi=150)
+    return str(path)
+
+
+def _reported(args: argparse.Namespace, record: dict[str, Any]) -> str:
+    """Write the files, and return the report for a terminal."""
+    target = Path(args.output)
+    lines, tables, groups = _against(args.files) if args.files else _alone(record)
+    picture = render(Path(__file__).with_name("bars.html.j2"), groups=[*map(_bars, groups)])
+    written = [str(target.with_suffix(".html"))]
+    if not args.files:
+        write_text(target, json.dumps(record, indent=1) + "\n")
+        written.append(str(target))
+    write(written[0], lines, picture, tables)
+    with write_errors(target.with_suffix(".png")):
+        written.append(_png(target.with_suffix(".png"), lines[1], groups))
+    return "\n\n".join(["\n".join(lines), *map(str, tables), f"written: {', '.join(written)}"])
+
+
+def parser() -> Parser:
+    """Return the parser of python -m hpcdist.compare."""
+    p = Parser(
+        prog="hpcdist compare",
+        description="Time calls of given shapes as people write them by hand with mpi4py and with torch (gloo, or nccl "
+        "on GPUs), and with hpcdist: interleaved, by the slowest rank; each result is checked once. Print a table for "
+        "each case, and write it as JSON and as a page with pictures. With two such files, compare them.",
+        epilog="example: mpirun -n 4 python -m hpcdist.compare --shapes shapes.txt",
+    )
+    p.add_argument("files", nargs="*", type=path, metavar="FILE", help="two files to compare, the older one first")
+    which = p.add_mutually_exclusive_group()
+    which.add_argument(
+        "--shapes", type=path, metavar="FILE",
+        help="text with a case a line: a verb, a dtype, and the shape of each rank's shard, the last one that of all "
+        "further ranks: concat float32 1000x64 10x64",
+    )  # fmt: skip
+    which.add_argument(
+        "--like", type=path, metavar="DIR",
+        help=f"traces of a run with HPCDIST_TRACE=DIR: the {_MOST} kinds of calls that took most time, along dim 0",
+    )  # fmt: skip
+    p.add_argument(
+        "-o", "--output", type=path, default="compare.json", metavar="FILE",
+        help="JSON file to write; .html and, with matplotlib, .png are beside it (default compare.json)",
+    )  # fmt: skip
+    p.add_argument("--seconds", type=float, default=60, help="target duration (default 60)")
+    p.add_argument("--rounds", type=int, default=30, help="samples of each way at most (default 30)")
+    return p
+
+
+if __name__ == "__main__":
+    run(parser(), main)
