@@ -12,7 +12,7 @@ from hpcdist.doctor.checks import CHECKS, STEPS
 
 PAGE = Path(__file__).with_name("doctor.md")
 _TABLE = re.compile(r"(<!-- checks: (.+) -->\n\n)(?:\|.*\n)*")
-_HEAD = "| finding | what it means if it is not ok | what to do |\n|---|---|---|\n"
+_HEAD = "| finding | meaning if not ok | what to do |\n|---|---|---|\n"
 
 
 def tables() -> dict[str, str]:

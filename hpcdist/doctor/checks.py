@@ -76,7 +76,7 @@ STEPS = {
     "this rank's limits": ("`TMPDIR` or `/dev/shm` does not respond.", "`df $TMPDIR /dev/shm` on that node"),
     "MPI_Init": (
         "MPI does not start, or waits for a rank that never starts. If `ulimit -n`, `TMPDIR` or `/dev/shm` is not ok, "
-        "that is the reason; else the launcher and the library do not belong together.",
+        "that is the reason. Otherwise the launcher and the library do not belong together.",
         "the launcher and mpi4py's MPI library must belong together: the mpirun of the same installation; under Slurm "
         "`srun --mpi=pmix` for Open MPI, `srun --mpi=pmi2` for MPICH",
     ),
@@ -87,7 +87,7 @@ STEPS = {
     "this rank's software": ("A file of the environment or the current folder cannot be read.", "`df` on that node"),
     "this rank's hardware": ("A GPU or a driver does not respond.", "look at `nvidia-smi` and `dmesg` on that node"),
     "all ranks together": ("A rank is stopped or very slow.", "look at `top` on that node"),
-    "hpcdist.finalize()": ("The connections of a route do not end.", "look at the findings about routes"),
+    "hpcdist.finalize()": ("The connections of a route do not close.", "look at the findings about routes"),
     "MPI_Finalize": ("MPI does not end.", "look at the findings about MPI"),
 }
 
@@ -177,7 +177,7 @@ _MORE = "to start more: mpirun -n 4 python ..., or a job script: python -m hpcdi
 _SAME = "one environment for all nodes, in a folder that they share; load the same modules in the job script"
 _CONTAINERS = (
     "containers must share the host's name and IPC, as Apptainer's do (docker run --ipc=host --uts=host); then MPI "
-    "finds the ranks of a node, and each uses the GPU of its number among them"
+    "finds the ranks of a node, and each rank uses the GPU of its local rank"
 )
 _MIN_TEMPORARY = 2**24  # bytes
 _SLOW_START = 30.0  # seconds
@@ -193,9 +193,9 @@ _MIN_SHM = 2**24  # bytes per rank, for the messages of an MPI library within a 
 _GOOD_SHM = 2**27  # bytes per rank, enough for the batches of a DataLoader's workers as well
 _MIN_SPACE = 2**30  # bytes; with less, staging is likely to fail
 _INIT = (
-    "see this text, and the findings above; if the nodes do not reach each other: open their ephemeral ports "
-    "(`net.ipv4.ip_local_port_range`) to each other, give each an IPv4 address (`ip addr add 10.0.0.N/24 dev eth0`), "
-    "or exclude such a node"
+    "see this text, and the findings above. If the nodes do not reach each other, open their ephemeral ports "
+    "(`net.ipv4.ip_local_port_range`), give each an IPv4 address (`ip addr add 10.0.0.N/24 dev eth0`), or exclude "
+    "such a node"
 )
 _POSIX = "`staging.save(writer='posix')`, which does not use MPI-IO"
 _OTHER_FOLDER = "`export HPCDIST_STAGING=FOLDER`, or `hpcdist.init(staging=...)`: a folder of the parallel file system"
@@ -254,7 +254,7 @@ def _threads(facts: Facts) -> Verdict:
 
 @Check("job", "hpcdist.init()", "init.seconds", errors="init", fix=_INIT)
 def _init(ranks: Ranks) -> Verdict:
-    """It failed with this error."""
+    """`init()` failed with this error."""
     devices = " and ".join(sorted({facts["init"]["device"] for facts in ranks}))
     return "ok", f"in {max(facts['init']['seconds'] for facts in ranks):.2f} s; device {devices}"
 
@@ -271,7 +271,7 @@ def _versions(facts: Facts) -> Verdict:
     "$env/bin/python ...`; or a container image: `apptainer build env.sif`",
 )  # fmt: skip
 def _start(ranks: Ranks) -> Verdict:
-    """Python, torch and hpcdist took half a minute or more to start. They are thousands of small files, from a file
+    """Python, torch and hpcdist took half a minute or more to start. They read thousands of small files from a file
     system that many nodes use at once."""
     slowest = max(ranks, key=lambda facts: float(facts["start"]))
     mount = slowest["environment"]
@@ -290,8 +290,8 @@ def _start(ranks: Ranks) -> Verdict:
     fix="`ls -ld $TMPDIR`; `df -h $TMPDIR`; or `export TMPDIR=/tmp` in the job script",
 )
 def _temporary(facts: Facts) -> Verdict:
-    """The folder (/tmp, if TMPDIR is not set) does not exist on some node, has less than 16 MiB free or cannot be
-    written to; its name is too long for sockets in it (107 characters); or it is on the network."""
+    """The folder (/tmp, if TMPDIR is not set) does not exist on some node, has less than 16 MiB free, or cannot be
+    written to. Or its name is too long for sockets in it (107 characters), or it is on the network."""
     found, folder = facts["temporary"], facts["temporary"]["folder"]
     lack = found.get("error") or (found["free"] < _MIN_TEMPORARY and f"{folder}: {show_bytes(found['free'])} free")
     if lack:
@@ -311,7 +311,7 @@ def _temporary(facts: Facts) -> Verdict:
     "with an old Linux, `export RDMAV_FORK_SAFE=1 IBV_FORK_SAFE=1`",
 )  # fmt: skip
 def _workers(facts: Facts) -> Verdict:
-    """A worker that was forked while MPI ran died or hung; or the node has InfiniBand and a Linux before 5.12, where a
+    """A worker that was forked while MPI ran died or hung. Or the node has InfiniBand and a Linux before 5.12, where a
     fork takes memory away from MPI."""
     safe = {"RDMAV_FORK_SAFE", "IBV_FORK_SAFE"} & facts["environ"].keys()
     old = [int(number) for number in re.findall(r"\d+", facts["kernel"])[:2]] < _COPY_ON_FORK
@@ -410,13 +410,13 @@ def _files(facts: Facts) -> Verdict:
 
 @Check(
     "GPUs", "GPUs", "gpu versions", errors="gpu",
-    fix="`nvidia-smi` on that node: the driver is too old for this torch, or another job holds the GPU; "
-    "`srun --gpus-per-node=N` for all nodes; look at `CUDA_VISIBLE_DEVICES`; `pip install` a torch built for CUDA: "
+    fix="run `nvidia-smi` on that node: the driver may be too old for this torch, or another job may hold the GPU. Use "
+    "`srun --gpus-per-node=N` for all nodes; look at `CUDA_VISIBLE_DEVICES`; install a torch built for CUDA: "
     "https://pytorch.org/get-started/locally",
 )  # fmt: skip
 def _gpus(ranks: Ranks) -> Verdict:
-    """Ranks share a GPU (its host, PCI address and UUID are the same), which NCCL refuses; ranks have none; torch does
-    not see those of the node, or has no NCCL."""
+    """Ranks share a GPU (with the same host, PCI address and UUID), which NCCL refuses. Or some ranks have no GPU,
+    torch does not see the node's GPUs, or torch has no NCCL."""
     gpus = [facts["gpu"]["gpus"] for facts in ranks]
     # As hpcdist.init() assigns them.
     mine: list[Any] = [
@@ -441,8 +441,8 @@ def _gpus(ranks: Ranks) -> Verdict:
 
 @Check("GPUs", "AMD and Intel GPUs", "gpu.others", per=NODE, fix="`hpcdist.init(device='cpu')` works on such nodes")
 def _others(ranks: Ranks) -> Verdict:
-    """A node has GPUs of AMD (/dev/kfd) or Intel (/dev/dri). hpcdist was never tried on them. A torch that is built for
-    ROCm shows those of AMD as its CUDA devices."""
+    """A node has GPUs of AMD (/dev/kfd) or Intel (/dev/dri). hpcdist was never tried on them. A torch built for ROCm
+    lists AMD's GPUs as CUDA devices."""
     others = ranks[0]["gpu"]["others"]
     return ("warning", f"{', '.join(others)}: hpcdist was never tried on them") if others else ("ok", "none")
 
@@ -453,7 +453,7 @@ def _others(ranks: Ranks) -> Verdict:
     "local rank",
 )  # fmt: skip
 def _isolated(ranks: Ranks) -> Verdict:
-    """A rank may open its own GPU alone (`--gpus-per-task`, `--gpu-bind`). NCCL and a CUDA-aware MPI then copy through
+    """A rank may open only its own GPU (`--gpus-per-task`, `--gpu-bind`). NCCL and a CUDA-aware MPI then copy through
     host memory, or fail with cuIpcOpenMemHandle."""
     seen = {gpu["id"] for facts in ranks for gpu in facts["gpu"]["gpus"]}
     alone = [
@@ -478,7 +478,7 @@ def socket_problem(facts: Facts) -> str | None:
 
 @Check("network", GLOO, "interfaces", per=RANK, fix=f"`unset {GLOO}`: hpcdist.init() finds the interface by itself")
 def _gloo(facts: Facts) -> Verdict | None:
-    """It names an interface that is not there."""
+    """The variable names an interface that the node does not have."""
     value, problem = facts["environ"].get(GLOO), socket_problem(facts)
     return ("broken", f"{GLOO}={value}: {problem}") if problem else ("ok", f"{GLOO}={value}") if value else None
 
@@ -514,8 +514,8 @@ def _infiniband(ranks: Ranks) -> Verdict:
     alike="the same environment and NCCL_ variables on all nodes", per=RANK,
 )  # fmt: skip
 def _nccl_network(facts: Facts) -> Verdict:
-    """NCCL uses sockets between the nodes though they have InfiniBand or Slingshot (its log tells it); or the ranks use
-    different networks."""
+    """According to its log, NCCL uses sockets between the nodes, although they have InfiniBand or Slingshot. Or the
+    ranks use different networks."""
     text = f"NCCL uses {facts['nccl_network']}"
     fast = [port["device"] for port in _active(facts)] + [name for name in facts["interfaces"] if name[:3] == "hsn"]
     if facts["nccl_network"] == "Socket" and fast:
@@ -525,12 +525,12 @@ def _nccl_network(facts: Facts) -> Verdict:
 
 @Check(
     "network", "bandwidth between nodes", "pair rdma", per=RANK,
-    fix="name the network to MPI: `export UCX_NET_DEVICES=mlx5_0:1` (UCX), `FI_PROVIDER=verbs` (MPICH); or an MPI that "
-    "was built for it: the module of the centre; in a container: `docker run --device=/dev/infiniband`; if other nodes "
+    fix="name the network to MPI: `export UCX_NET_DEVICES=mlx5_0:1` (UCX), `FI_PROVIDER=verbs` (MPICH). Or load the "
+    "centre's MPI module, which is built for it. In a container: `docker run --device=/dev/infiniband`. If other nodes "
     "are faster: `srun --exclude=HOST`",
 )  # fmt: skip
 def _bandwidth(facts: Facts) -> Verdict:
-    """Two nodes have less than a quarter of what InfiniBand promises, because MPI uses another network."""
+    """Two nodes have less than a quarter of InfiniBand's nominal bandwidth, because MPI uses another network."""
     rate, promised = facts["pair"]["rate"], max((port["rate"] for port in _active(facts)), default=0) * 1e9 / 8
     text = f"{rate / 1e6:.0f} MB/s to {facts['pair']['host']} through MPI"
     if rate < _SLOW_LINK * promised:
@@ -544,7 +544,7 @@ def _bandwidth(facts: Facts) -> Verdict:
     "else `mount -o remount,size=8g /dev/shm`, or `mount -t tmpfs tmpfs /dev/shm`",
 )  # fmt: skip
 def _shm(ranks: Ranks) -> Verdict:
-    """It is too small for MPI's messages within the node (broken), or for DataLoader workers."""
+    """This memory is too small for MPI's messages within the node (broken), or for DataLoader workers."""
     shm = ranks[0]["shm"]
     text = f"{show_bytes(shm['free'])} free of {show_bytes(shm['bytes'])}, for {plural(len(ranks), 'rank')}"
     if shm["free"] < _MIN_SHM * len(ranks):
@@ -555,7 +555,7 @@ def _shm(ranks: Ranks) -> Verdict:
 
 @Check("folders", "staging folder", "staging.free", errors="staging", fix=_OTHER_FOLDER)
 def _folder(ranks: Ranks) -> Verdict:
-    """It cannot be written or read, is not shared by the nodes, or is almost full (`df -h`)."""
+    """The folder cannot be written or read, is not shared by the nodes, or is almost full (`df -h`)."""
     found, count = ranks[0]["staging"], len(ranks)
     blind = [facts for facts in ranks if facts.get("sees") is False]
     if blind:
@@ -574,8 +574,8 @@ def _folder(ranks: Ranks) -> Verdict:
     "FOLDER` (Lustre), or without nolock (NFS)",
 )  # fmt: skip
 def _locking(ranks: Ranks) -> Verdict:
-    """Files in the staging folder cannot be locked. hpcdist needs no locks, but h5py.File fails on such files; HDF5
-    requires them if `HDF5_USE_FILE_LOCKING` is TRUE (broken)."""
+    """Files in the staging folder cannot be locked. hpcdist needs no locks, but h5py.File fails on such files. If
+    `HDF5_USE_FILE_LOCKING` is TRUE, HDF5 requires locks (broken)."""
     setting = ranks[0]["environ"].get("HDF5_USE_FILE_LOCKING")
     without = next((text for facts in ranks if (text := facts["staging"].get("locks"))), None)
     if without is None or setting in ("FALSE", "0", "BEST_EFFORT"):
@@ -596,7 +596,7 @@ def _h5py(facts: Facts) -> Verdict:
 
 @Check("folders", "HDF5 file", "file.seconds", errors="file", fix=f"see staging folder and HDF5 above; {_POSIX}")
 def _file(ranks: Ranks) -> Verdict:
-    """All ranks wrote a file together, and that failed, or the data read differ."""
+    """All ranks failed to write a file together, or read other data than they wrote."""
     tried = ranks[0]["file"]
     return "ok", f"written by all ranks (writer {tried['writer']}) and read again in {tried['seconds'] * 1e3:.0f} ms"
 
@@ -612,7 +612,7 @@ _ROUTES = {
 def _add_route(name: str) -> None:
     @Check("routes", f"route {name}", f"routes.{name}", errors=f"routes.{name}", fix=_ROUTES[name])
     def _(ranks: Ranks) -> Verdict:
-        """A concat of 1 MiB per rank over this route failed, or brought wrong data."""
+        """A concat of 1 MiB per rank over this route failed, or returned wrong data."""
         row = ranks[0]["routes"][name]
         if "absent" in row:
             return "ok", f"not here: {row['absent']}"
