@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import runpy
 import sys
 
+from hpcdist.comm import launcher
 from hpcdist.process.versions import __version__
 from hpcdist.runtime.commandline import Parser
 
@@ -34,7 +36,12 @@ def main() -> None:
         sys.argv[1:2] = first
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         return
-    p = Parser(prog="hpcdist", description="Run a command of hpcdist.", formatter_class=argparse.RawTextHelpFormatter)
+    p = Parser(
+        prog="hpcdist",
+        description="Run a command of hpcdist.",
+        formatter_class=argparse.RawTextHelpFormatter,
+        prints=lambda: launcher.number(os.environ) == 0,  # a login node may refuse to start MPI
+    )
     p.add_argument("--version", action="version", version=f"hpcdist {__version__}")
     commands = "\n".join(f"{name:10} {what}" for name, (what, *_) in COMMANDS.items())
     p.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=f"one of these; each has --help\n{commands}")
