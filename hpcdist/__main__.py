@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 import runpy
 import sys
 
-from hpcdist.comm import launcher
 from hpcdist.process.versions import __version__
 from hpcdist.runtime.commandline import Parser
 
@@ -36,11 +34,13 @@ def main() -> None:
         sys.argv[1:2] = first
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         return
+    from hpcdist.runtime import world  # imports torch, which some commands do without
+
     p = Parser(
         prog="hpcdist",
         description="Run a command of hpcdist.",
         formatter_class=argparse.RawTextHelpFormatter,
-        prints=lambda: launcher.number(os.environ) == 0,  # a login node may refuse to start MPI
+        prints=world.is_first,  # without MPI, which a login node may refuse to start
     )
     p.add_argument("--version", action="version", version=f"hpcdist {__version__}")
     commands = "\n".join(f"{name:10} {what}" for name, (what, *_) in COMMANDS.items())
