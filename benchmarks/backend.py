@@ -15,7 +15,7 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
-from harness import Contender, Step
+from harness import Step
 from mpi4py import MPI
 from results import GLOO_GROUP, MPI_GROUP
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hpcdist as hd
+from hpcdist.compare.timing import Contender
 
 # Layers, and features of each: so many parameters.
 TRAININGS = {

@@ -31,7 +31,7 @@ def label(case: Case) -> str:
 
 def _time(case: Case, name: str) -> str:
     timing = case.timing(name)
-    return "-" if timing is None else duration(results.seconds(timing).median)
+    return "-" if timing is None else duration(timing.seconds.median)
 
 
 def ratio_table(records: Sequence[Record]) -> str:

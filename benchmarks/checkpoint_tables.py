@@ -48,7 +48,7 @@ def time_table(record: Record, what: str) -> str:
     size = results.show_size(cases[0].size)
     rows = []
     for timing in cases[0].timings:
-        found = None if timing.skipped else results.seconds(timing)
+        found = None if timing.skipped else timing.seconds
         ratio = _faster(record, what, timing.name, FOLDER)
         if found is None or ratio is None:
             rows.append([timing.name, "skipped", "-", "-", "-"])

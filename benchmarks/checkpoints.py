@@ -37,7 +37,7 @@ from checkpoint_tables import (
     SAVE_SAFETENSORS,
     WRITER,
 )
-from harness import Contender, Step
+from harness import Step
 from mpi4py import MPI
 from tables import table
 from torch import Tensor
@@ -46,6 +46,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import hpcdist as hd
+from hpcdist.compare.timing import Contender
 from hpcdist.staging.dcp import HDF5Reader, HDF5Writer
 
 LAYERS, COLUMNS = 8, 1024

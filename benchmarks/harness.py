@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import gc
-import math
 import os
 import platform
-import random
 import shutil
 import tempfile
 import time
@@ -16,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import mpi4py
 import report
@@ -26,177 +23,22 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 import hpcdist as hd
+from hpcdist.compare.timing import FEWEST, Contender, measure
 
 ROOT = 0
-SAMPLE = 0.004  # target seconds per sample, when the number of calls is chosen; calls may get faster later
-MOST_CALLS = 5000  # per sample
-WARM_UP = 2  # uncounted rounds
-FEWEST = 5  # rounds, for a contender that is too slow for all of them
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
-class Data(Protocol):
-    """The data of a case, the same for each contender; `size`, `skew`, `nbytes`, `what` as in results.Case."""
-
-    @property
-    def size(self) -> int: ...
-    @property
-    def skew(self) -> str: ...
-    @property
-    def what(self) -> str: ...
-    @property
-    def nbytes(self) -> list[int]: ...
-    @property
-    def comm(self) -> MPI.Intracomm: ...
-
-    def reset(self) -> None:
-        """Fill the memory for results with -1."""
-
-    def correct(self, result: Any) -> bool:
-        """Return whether the result equals that of plain indexing."""
-
-    def intact(self) -> bool:
-        """Return whether the input and the expected result are unchanged."""
-
-
-def supported(case: Any) -> str | None:
-    """Support every case."""
-    return None
-
-
-@dataclass(frozen=True)
-class Contender:
-    """An implementation: a name, and a function that takes a case and returns the result on this rank, if any.
-
-    `unsupported` returns why a case is not supported, else None.
-    """
-
-    name: str
-    call: Callable[[Any], Any]
-    unsupported: Callable[[Any], str | None] = supported
-
-
 @dataclass(frozen=True)
 class Step:
-    """A case to run: a function that makes its data, and its contenders, the baseline first."""
+    """A case to run: a function that makes its data, and its contenders, the baseline first.
 
-    make: Callable[[MPI.Intracomm], Data]
+    The data are those of hpcdist.compare.timing.Data, with `size`, `skew`, `nbytes` and `what` as in results.Case.
+    """
+
+    make: Callable[[MPI.Intracomm], Any]
     contenders: Sequence[Contender]
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A contender, its timing so far, and the rounds in which it is timed."""
-
-    contender: Contender
-    timing: results.Timing
-    rounds: set[int]
-
-
-def check(contender: Contender, case: Data) -> None:
-    """Call a contender once, and compare with plain indexing. Collective; exits on every rank if one is wrong."""
-    case.reset()
-    correct = case.correct(contender.call(case))
-    wrong = [rank for rank, ok in enumerate(case.comm.allgather(correct and case.intact())) if not ok]
-    if wrong:
-        what = f"{results.show_size(case.size)}, {case.skew}"
-        raise SystemExit(f"{contender.name!r} gave wrong data, or changed its input, on ranks {wrong} ({what})")
-
-
-def sample(contender: Contender, case: Data, calls: int) -> float:
-    """Return the seconds per call on the slowest rank, over `calls` calls after a barrier. Collective.
-
-    Before a batch of short calls, one call is not timed: it may be slow after another contender.
-    """
-    call = contender.call
-    if calls > 1:
-        call(case)
-    case.comm.Barrier()
-    start = time.perf_counter()
-    for _ in range(calls):
-        call(case)
-    mine = time.perf_counter() - start
-    return float(case.comm.allreduce(mine, op=MPI.MAX)) / calls
-
-
-def calibrate(contender: Contender, case: Data) -> tuple[int, float]:
-    """Return (calls that take at least SAMPLE, seconds per call). Collective, the same on all ranks."""
-    calls = 1
-    while True:
-        each = sample(contender, case, calls)
-        if calls * each < 5 * SAMPLE:  # short enough for outliers
-            each = min(each, sample(contender, case, calls), sample(contender, case, calls))
-        if calls * each >= SAMPLE or calls == MOST_CALLS:
-            return calls, each
-        calls = min(MOST_CALLS, max(2 * calls, math.ceil(1.2 * SAMPLE / each)))
-
-
-def plan(costs: Sequence[float], rounds: int, left: float, fewest: int = FEWEST) -> list[int]:
-    """Return the number of rounds of each contender: from `fewest` to `rounds`, within `left` seconds if possible.
-
-    `costs` are the seconds per round of each, the baseline's first. Time that fast contenders do not need goes to the
-    slow ones. The baseline runs in all rounds, since the others are compared with it.
-    """
-    taken = [0] * len(costs)
-    for done, i in enumerate(sorted(range(len(costs)), key=costs.__getitem__)):
-        share = left / (len(costs) - done)
-        taken[i] = min(rounds, max(fewest, int(share / costs[i])))
-        left -= taken[i] * costs[i]
-    taken[0] = max(taken)
-    return taken
-
-
-def prepare(contenders: Sequence[Contender], case: Data, rounds: int, budget: float, until: float) -> list[Turn]:
-    """Check every contender, and choose its rounds: evenly spread, none if it is too slow.
-
-    Collective. The baseline is the first. `until` is the target end of the case, by time.monotonic() on the root.
-    """
-    found, turns = [], []
-    for contender in contenders:
-        reason = contender.unsupported(case)
-        if reason:
-            turns.append(Turn(contender, results.Timing(contender.name, 1, [], reason), set()))
-            continue
-        check(contender, case)
-        found.append((contender, *calibrate(contender, case)))
-    costs = {c.name: calls * each for c, calls, each in found if FEWEST * calls * each <= budget or c is contenders[0]}
-    left = case.comm.bcast(until - time.monotonic(), ROOT)
-    taken = dict(zip(costs, plan(list(costs.values()), rounds, left), strict=True))
-    total = taken[contenders[0].name]
-    for contender, calls, each in found:
-        timing, n = results.Timing(contender.name, calls, [None] * total), taken.get(contender.name, 0)
-        if not n:
-            timing.skipped = f"one call takes {each:.2f} s, so that {FEWEST} rounds exceed the budget of {budget:g} s"
-        turns.append(Turn(contender, timing, {i * total // n for i in range(n)}))
-    return sorted(turns, key=lambda turn: contenders.index(turn.contender))
-
-
-def measure(turns: Sequence[Turn], case: Data, until: float) -> None:
-    """Fill in the timings, round by round. Collective.
-
-    Ends early after `until`, by time.monotonic() on the root, but not before FEWEST rounds.
-    """
-    rounds = len(turns[0].rounds)
-    warm_up = WARM_UP if rounds > FEWEST else 0  # if so slow, the two earlier calls must suffice
-    gc.collect()
-    gc.freeze()  # objects that exist by now stay: exclude them from the collection after every round
-    gc.disable()
-    for round_ in range(-warm_up, rounds):
-        order = random.Random(round_).sample(turns, len(turns))  # so that none always runs after the same other one
-        for turn in order:
-            if round_ in turn.rounds:
-                turn.timing.samples[round_] = float(f"{sample(turn.contender, case, turn.timing.calls):.4g}")
-            elif round_ < 0 and len(turn.rounds) == rounds:
-                sample(turn.contender, case, turn.timing.calls)
-        gc.collect()
-        if round_ + 1 >= FEWEST and case.comm.bcast(time.monotonic() > until, ROOT):
-            break
-    gc.enable()
-    for turn in turns:
-        del turn.timing.samples[round_ + 1 :]
-        if not turn.timing.rounds and not turn.timing.skipped:
-            turn.timing.skipped = "the time was up before its turn"
 
 
 def run(record: results.Record, comm: MPI.Intracomm, steps: Sequence[Step], asked: argparse.Namespace) -> None:
@@ -207,9 +49,8 @@ def run(record: results.Record, comm: MPI.Intracomm, steps: Sequence[Step], aske
         now = time.monotonic()
         share = max(0, end - now) / (len(steps) - done)
         chosen = [c for i, c in enumerate(step.contenders) if not i or not any(w in c.name for w in asked.without)]
-        turns = prepare(chosen, case, asked.rounds, asked.budget, now + share)
-        measure(turns, case, now + 2 * share)
-        record.cases.append(results.Case(case.size, case.skew, case.nbytes, [turn.timing for turn in turns], case.what))
+        timings = measure(chosen, case, asked.rounds, share, asked.budget)
+        record.cases.append(results.Case(case.size, case.skew, case.nbytes, timings, case.what))
         if root:
             tqdm.write(report.case_table(record, record.cases[-1]) + "\n")
         if asked.json and root:  # keeps the measurements if the run is interrupted

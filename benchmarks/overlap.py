@@ -18,12 +18,13 @@ from typing import Protocol
 import harness
 import torch
 import torch.distributed as dist
-from harness import Contender, Step
+from harness import Step
 from mpi4py import MPI
 from overlap_tables import AFTER, COMPUTE, KINDS, LATE, TOGETHER, TRANSFER
 from torch import Tensor
 
 import hpcdist as hd
+from hpcdist.compare.timing import Contender
 
 SIDE = 256  # rows of the square matrices; one product is a step of the computation
 # torch 2.13 has a new name for it; existing code uses this one.

@@ -45,7 +45,7 @@ def overlap_table(record: Record) -> str:
     rows = []
     for case in record.cases:
         timings = [case.timing(name) for name in _NAMES]
-        cells = ["-" if timing is None else figure(results.seconds(timing).median * 1e3) for timing in timings]
+        cells = ["-" if timing is None else figure(timing.seconds.median * 1e3) for timing in timings]
         found = overlap(case)
         last = ["-", "-"] if found is None else [f"{found.median:.2f}", f"{found.low:.2f} to {found.high:.2f}"]
         rows.append([METHODS[case.what], KINDS[case.skew], *cells, *last])

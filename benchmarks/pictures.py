@@ -73,7 +73,7 @@ def ragged(record: Record) -> plt.Figure | None:
     timings = {name: case.timing(name) for name in _LINES}
     if not all(timings[name] for name in (BASELINE, *_BY_HAND, HPCDIST_NEW)):
         return None
-    ms = {name: results.seconds(timing).median * 1e3 for name, timing in timings.items() if timing}
+    ms = {name: timing.seconds.median * 1e3 for name, timing in timings.items() if timing}
     names = sorted(ms, key=lambda name: ms[name], reverse=True)
     figure, panel = plt.subplots(figsize=(9, 0.55 * len(names) + 1.3))
     colours = [_BLUE if name in _OURS else _GREY for name in names]
@@ -102,7 +102,7 @@ def against_size(record: Record) -> plt.Figure | None:
         return None
     figure, panel = plt.subplots(figsize=(9, 5.5))
     for name, label in _LINES.items():
-        points = [(case.size, results.seconds(t).median * 1e3) for case in cases if (t := case.timing(name))]
+        points = [(case.size, t.seconds.median * 1e3) for case in cases if (t := case.timing(name))]
         _line(panel, points, name, label)
     panel.set_xscale("log", base=2)
     panel.set_xticks([case.size for case in cases], [results.show_size(case.size) for case in cases])
@@ -143,7 +143,7 @@ def against_ranks(records: Sequence[Record]) -> plt.Figure | None:
     for panel, size in zip(panels[0], sizes, strict=True):
         for name, label in _LINES.items():
             timings = [(r.world_size, case.timing(name)) for r in records if (case := r.case(size, "even"))]
-            _line(panel, [(n, results.seconds(t).median * 1e3) for n, t in timings if t], name, label)
+            _line(panel, [(n, t.seconds.median * 1e3) for n, t in timings if t], name, label)
         panel.set_xscale("log", base=2)
         panel.set_xticks([r.world_size for r in records], [str(r.world_size) for r in records])
         _axes(panel, "ranks of the node", "ms")

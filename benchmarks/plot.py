@@ -127,7 +127,7 @@ def _rates(panel: Axes, record: Record, size: int, what: str, colours: Mapping[s
             if case is None or timing is None:
                 panel.text(0, at, " left out" if case else " not measured", va="center", fontsize=6)
                 continue
-            time, gigabytes = results.seconds(timing), sum(case.nbytes) / 1e9
+            time, gigabytes = timing.seconds, sum(case.nbytes) / 1e9
             panel.barh(at, gigabytes / time.median, height, color=colour)
             panel.hlines(at, gigabytes / time.high, gigabytes / time.low, color="black", linewidth=0.8)
     _rows(panel, names)

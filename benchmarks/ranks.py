@@ -13,6 +13,7 @@ from harness import Step
 from results import BASELINE, GLOO_PADDED, HPCDIST_NEW, HPCDIST_SHARED, MPI4PY_NEW
 
 import hpcdist as hd
+from hpcdist.compare.timing import check
 
 NAMES = (BASELINE, MPI4PY_NEW, GLOO_PADDED, HPCDIST_NEW, HPCDIST_SHARED)
 CONTENDERS = [contender for contender in concat.CONTENDERS if contender.name in NAMES]
@@ -23,16 +24,14 @@ def main() -> None:
     with hd.init(device="cpu", backend="gloo") as world:
         comm = world.comm
         record = harness.start("ranks", comm)
-        case = shards.make_case(comm, "concat", max(asked.sizes), "even")
+        case = shards.Case(comm, "concat", max(asked.sizes), "even")
         for contender in CONTENDERS:
             if contender.name != BASELINE:  # whose result has its memory already
-                harness.check(contender, case)
+                check(contender, case)
                 extra = memory.node(comm, partial(contender.call, case))
                 record.nodes.append(results.Peak(contender.name, extra, sum(case.nbytes)))
         del case
-        steps = [
-            Step(partial(shards.make_case, verb="concat", size=size, skew="even"), CONTENDERS) for size in asked.sizes
-        ]
+        steps = [Step(partial(shards.Case, verb="concat", size=size, skew="even"), CONTENDERS) for size in asked.sizes]
         harness.run(record, comm, steps, asked)
 
 

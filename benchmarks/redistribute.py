@@ -10,7 +10,7 @@ from itertools import product
 
 import harness
 import redistribute_peers as peers
-from harness import Contender, Step
+from harness import Step
 from results import (
     ALLTOALLV_OWN,
     ALLTOALLW,
@@ -27,6 +27,7 @@ from results import (
 )
 
 import hpcdist as hd
+from hpcdist.compare.timing import Contender
 
 CONTENDERS = [
     Contender(BASELINE, peers.by_hand),

@@ -22,7 +22,7 @@ _MIB = 2**20
 
 def case_table(record: Record, case: Case) -> str:
     """Format all measurements of one size and skew: times, bandwidth, paired ratio and difference to the baseline."""
-    fastest = min(results.seconds(t).median for t in case.timings if not t.skipped)
+    fastest = min(t.seconds.median for t in case.timings if not t.skipped)
     scale, unit = (1e6, "us") if fastest < 1e-3 else (1e3, "ms")
     head = [
         f"{record.verb}, {shards(record, case)}",
@@ -56,7 +56,7 @@ def _row(case: Case, timing: Timing, scale: float) -> list[str]:
     ratio, difference = (of(case, timing.name, baseline) for of in (results.ratio, results.difference))
     if ratio is None or difference is None:
         return [timing.name, "skipped", *["-"] * 6]
-    time = results.seconds(timing)
+    time = timing.seconds
     return [
         timing.name,
         figure(time.median * scale),
@@ -110,7 +110,7 @@ def ratio_table(record: Record, what: str = "") -> str:
 
 def _baseline_time(case: Case) -> str:
     timing = case.timing(BASELINE)
-    return "skipped" if timing is None else duration(results.seconds(timing).median)
+    return "skipped" if timing is None else duration(timing.seconds.median)
 
 
 def _origin(records: Sequence[Record]) -> str:

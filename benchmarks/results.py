@@ -1,4 +1,4 @@
-"""The results of benchmark runs, and their statistics. Only Python: no torch, no MPI."""
+"""The results of benchmark runs, and their statistics. It starts no MPI."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median, quantiles
-from typing import NamedTuple
+
+from hpcdist.compare.timing import Spread, Timing, spread
 
 FOLDER = Path(__file__).parent / "results"
 BASELINE = "mpi4py, preallocated"
@@ -44,35 +44,6 @@ HPCDIST_MPIO, HPCDIST_POSIX = "hpcdist, writer mpio", "hpcdist, writer posix"
 UNCHECKED, UNVERIFIED = "hpcdist, checksums switched off", "hpcdist, verify=False"
 PLAIN_H5PY, H5PY_ALONE = "h5py, collective", "h5py, each rank on its own"
 SAFETENSORS = "safetensors, a file a rank, copied"
-
-
-class Spread(NamedTuple):
-    """The median and the quartiles of a set of figures, in their unit."""
-
-    median: float
-    low: float
-    high: float
-
-
-@dataclass
-class Timing:
-    """The timing of one contender in one case.
-
-    Attributes:
-        name: name of the contender.
-        calls: number of consecutive calls in a sample.
-        samples: seconds per call on the slowest rank, for each round; None if it was not timed in the round.
-        skipped: reason why it was not timed at all, or None.
-    """
-
-    name: str
-    calls: int
-    samples: list[float | None]
-    skipped: str | None = None
-
-    @property
-    def rounds(self) -> int:
-        return sum(sample is not None for sample in self.samples)
 
 
 @dataclass
@@ -179,17 +150,6 @@ def load_all(folder: Path = FOLDER) -> list[Record]:
     return sorted((load(path) for path in folder.glob("*-np*.json")), key=lambda record: record.name)
 
 
-def spread(values: Sequence[float]) -> Spread:
-    """Compute median and quartiles."""
-    low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
-    return Spread(median(values), low, high)
-
-
-def seconds(timing: Timing) -> Spread:
-    """Compute the time of one call on the slowest rank, in seconds."""
-    return spread([sample for sample in timing.samples if sample is not None])
-
-
 def pairs(case: Case, name: str, other: str = BASELINE) -> list[tuple[float, float]]:
     """Return (seconds of `name`, seconds of `other`) of the rounds with both; empty if one was not timed."""
     first, second = case.timing(name), case.timing(other)
@@ -214,12 +174,12 @@ def difference(case: Case, name: str, other: str = BASELINE) -> Spread | None:
 def best(case: Case, names: Sequence[str]) -> str | None:
     """Return the contender of `names` with the smallest median time; None if none was timed."""
     timings = [timing for timing in map(case.timing, names) if timing]
-    return min(timings, key=lambda timing: seconds(timing).median).name if timings else None
+    return min(timings, key=lambda timing: timing.seconds.median).name if timings else None
 
 
 def gigabytes_per_second(case: Case, timing: Timing) -> float:
     """Compute the bytes of the whole tensor divided by the median time of a call, in 1e9 bytes per second."""
-    return sum(case.nbytes) / seconds(timing).median / 1e9
+    return sum(case.nbytes) / timing.seconds.median / 1e9
 
 
 def show_size(nbytes: int) -> str:

@@ -3,79 +3,58 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate, product
-from typing import Any
+from itertools import product
 
 import harness
 import memory
 import report
 import results
 import torch
-from harness import ROOT, Contender, Step
+from harness import ROOT, Step
 from mpi4py import MPI
+from results import (
+    BASELINE,
+    CONTROL,
+    GLOO_PADDED,
+    HPCDIST_NEW,
+    HPCDIST_OUT,
+    MPI4PY_NEW,
+    MPI4PY_PICKLE,
+    PLAN_OUT,
+    ROUTES,
+)
 
 import hpcdist as hd
+from hpcdist.compare import byhand
+from hpcdist.compare.timing import Contender, check
 
-DTYPE, MPI_TYPE = torch.int64, MPI.INT64_T  # a value is its index in the whole tensor, exactly
+DTYPE = torch.int64  # a value is its index in the whole tensor, exactly
 
 
-@dataclass(frozen=True)
-class Case:
-    """The data of one size and skew on this rank; every contender gets the same.
+CONTENDERS = [  # of all three verbs
+    Contender(BASELINE, byhand.preallocated),
+    Contender(CONTROL, byhand.preallocated),
+    Contender(HPCDIST_OUT, lambda case: byhand.ours(case, out=case.out)),
+    Contender(HPCDIST_NEW, byhand.ours),
+    Contender(PLAN_OUT, lambda case: case.plan(case.x, case.out)),
+    Contender("hpcdist plan", lambda case: case.plan(case.x)),
+    *(Contender(name, partial(byhand.ours, route=route)) for route, name in ROUTES.items()),
+    Contender(MPI4PY_NEW, byhand.exchanged),
+    Contender(MPI4PY_PICKLE, byhand.pickled),
+    Contender(GLOO_PADDED, byhand.padded),
+]
 
-    Attributes:
-        size, skew, what: as in results.Case.
-        rank, comm: rank of this process, and communicator of all ranks.
-        counts: rows of each rank's shard, in rank order.
-        shard: rows of this rank: the input of concat and gather, the result of split.
-        whole: all rows: the input of split's root, the result of concat and of gather's root; None on other ranks.
-        expected: expected result of this rank (shard or whole); None if it gets none.
-        out: preallocated memory for the result, if any.
-        send, recv: mpi4py buffer specifications of input and result, made in advance.
-        plans: plans of hpcdist, made in the first, untimed call.
-    """
 
-    size: int
-    skew: str
-    what: str
-    rank: int
-    comm: MPI.Intracomm
-    counts: list[int]
-    shard: torch.Tensor
-    whole: torch.Tensor | None
-    expected: torch.Tensor | None
-    out: torch.Tensor | None
-    send: list[object] | None
-    recv: list[object] | None
-    plans: list[Callable[..., Any]] = field(default_factory=list)
+class Case(byhand.Case):
+    """The data of one size and skew on this rank, in one dim; `size`, `skew` and `what` are those of results.Case."""
 
-    def plan(self, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-        """Return the plan of this case; the first call makes it. Collective then."""
-        if not self.plans:
-            self.plans.append(make())
-        return self.plans[0]
+    what = ""
 
-    @property
-    def nbytes(self) -> list[int]:
-        return [count * DTYPE.itemsize for count in self.counts]
-
-    def reset(self) -> None:
-        if self.out is not None:
-            self.out.fill_(-1)
-
-    def correct(self, result: torch.Tensor | None) -> bool:
-        if result is None or self.expected is None:
-            return result is None and self.expected is None
-        return torch.equal(result, self.expected)
-
-    def intact(self) -> bool:
-        """Return whether the input and the expected result are unchanged."""
-        first = sum(self.counts[: self.rank])
-        shard, whole = torch.arange(first, first + len(self.shard)), torch.arange(sum(self.counts))
-        return torch.equal(self.shard, shard) and (self.whole is None or torch.equal(self.whole, whole))
+    def __init__(self, comm: MPI.Intracomm, verb: str, size: int, skew: str) -> None:
+        self.size, self.skew = size, skew
+        super().__init__(comm, verb, DTYPE, [[rows] for rows in make_counts(size, skew, comm.size)])
 
 
 def make_counts(size: int, skew: str, world_size: int) -> list[int]:
@@ -88,30 +67,12 @@ def make_counts(size: int, skew: str, world_size: int) -> list[int]:
     return [small * times] + [small] * (world_size - 1)
 
 
-def make_case(comm: MPI.Intracomm, verb: str, size: int, skew: str) -> Case:
-    """Make the data of `verb` on this rank."""
-    counts = make_counts(size, skew, comm.size)
-    displs = list(accumulate(counts, initial=0))
-    everything = torch.arange(displs[-1], dtype=DTYPE)
-    shard = everything[displs[comm.rank] : displs[comm.rank + 1]].clone()
-    whole = everything if verb == "concat" or comm.rank == ROOT else None
-    x, expected = (whole, shard) if verb == "split" else (shard, whole)
-    out = None if expected is None else torch.full_like(expected, -1)
-
-    def message(x: torch.Tensor | None) -> list[object] | None:
-        if x is None:
-            return None
-        return [x.numpy(), len(x), MPI_TYPE] if len(x) == len(shard) else [x.numpy(), counts, displs[:-1], MPI_TYPE]
-
-    return Case(size, skew, "", comm.rank, comm, counts, shard, whole, expected, out, message(x), message(out))
-
-
 def peaks(contenders: Sequence[Contender], case: Case) -> list[results.Peak]:
     """Measure the peak additional memory of one call of each contender. Collective."""
-    nbytes = sum(case.counts) * DTYPE.itemsize
+    nbytes = sum(case.nbytes)
     found = []
     for contender in contenders:
-        harness.check(contender, case)
+        check(contender, case)
         extra = memory.peak(case.comm, partial(contender.call, case))
         found.append(results.Peak(contender.name, extra, nbytes))
     return found
@@ -131,11 +92,11 @@ def run(verb: str, contenders: Sequence[Contender], with_peaks: bool = False) ->
         if with_peaks:
             record.no_peaks = memory.unavailable(comm) or memory.too_small(max(asked.sizes))
             if not record.no_peaks:
-                record.peaks = peaks(contenders, make_case(comm, verb, max(asked.sizes), "even"))
+                record.peaks = peaks(contenders, Case(comm, verb, max(asked.sizes), "even"))
             if comm.rank == ROOT:
                 print(report.peak_table(record) + "\n")
         steps = [
-            Step(partial(make_case, verb=verb, size=size, skew=skew), contenders)
+            Step(partial(Case, verb=verb, size=size, skew=skew), contenders)
             for size, skew in product(asked.sizes, asked.skew)
         ]
         harness.run(record, comm, steps, asked)

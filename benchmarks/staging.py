@@ -30,6 +30,7 @@ from staging_peers import COLUMNS, LOADS, SAVES, SERIAL, Case, Method, make_case
 from tqdm import tqdm
 
 import hpcdist as hd
+from hpcdist.compare.timing import plan
 
 FEWEST = 3  # rounds, for a contender that is too slow for all of them
 SPACE = 5  # times the shards: the files of four formats that load reads, and one extra
@@ -89,7 +90,7 @@ def measure(case: Case, methods: Sequence[Method], rounds: int, seconds: float) 
     until = time.monotonic() + seconds
     costs = {method.name: check(case, method) for method in methods if not method.unsupported}
     left = case.comm.bcast(until - time.monotonic())
-    taken = dict(zip(costs, harness.plan(list(costs.values()), rounds, left, min(FEWEST, rounds)), strict=True))
+    taken = dict(zip(costs, plan(list(costs.values()), rounds, left, min(FEWEST, rounds)), strict=True))
     total = taken[POSIX]
     timings = [results.Timing(method.name, 1, [None] * total, method.unsupported) for method in methods]
     turns = {name: {i * total // n for i in range(n)} for name, n in taken.items()}

@@ -54,7 +54,7 @@ def case_table(record: Record, case: Case) -> str:
             rows.append([timing.name, "left out", *["-"] * (len(head) - 1)])
             notes.append(f"{timing.name}: left out: {timing.skipped}.")
             continue
-        time = results.seconds(timing)
+        time = timing.seconds
         row = [timing.name, figure(time.median * 1e3), f"{figure(time.low * 1e3)} to {figure(time.high * 1e3)}"]
         row.append(f"{results.gigabytes_per_second(case, timing):.3f}")
         for other in others:

@@ -9,11 +9,12 @@ from functools import partial
 
 import harness
 import structures_peers as peers
-from harness import Contender, Step
+from harness import Step
 from results import ALL_GATHER_OBJECT, BASELINE, CONTROL, GLOO_ONE_BY_ONE, HPCDIST_NEW, ROUTES
 from structures_peers import TENSORS
 
 import hpcdist as hd
+from hpcdist.compare.timing import Contender
 
 SENDS = [
     Contender(BASELINE, peers.send_mpi4py),

@@ -162,7 +162,8 @@ def _on_host(case: Case) -> Any:
     return None if case.x is None else case.x.cpu()
 
 
-def _pad(x: Tensor, rows: int) -> Tensor:
+def padded_to(x: Tensor, rows: int) -> Tensor:
+    """Return `x` with that many rows, the last ones of any value."""
     return x if len(x) == rows else torch.cat([x, x.new_empty(rows - len(x), *x.shape[1:])])
 
 
@@ -223,14 +224,14 @@ def padded(case: Case) -> Any:
     sizes = sizes_of_all(case)
     empty = torch.empty(max(sizes), *case.rest, dtype=case.dtype, device=case.device)
     if case.verb == "split":
-        parts = None if case.x is None else [_pad(part, len(empty)) for part in case.x.split(sizes)]
+        parts = None if case.x is None else [padded_to(part, len(empty)) for part in case.x.split(sizes)]
         dist.scatter(empty, parts, 0, group=case.group)
         return empty[: sizes[case.rank]]
     parts = [torch.empty_like(empty) for _ in sizes] if case.verb != "gather" or case.rank == 0 else None
     if case.verb == "gather":
-        dist.gather(_pad(case.x, len(empty)), parts, 0, group=case.group)
+        dist.gather(padded_to(case.x, len(empty)), parts, 0, group=case.group)
     else:
-        dist.all_gather(parts, _pad(case.x, len(empty)), group=case.group)
+        dist.all_gather(parts, padded_to(case.x, len(empty)), group=case.group)
     return case.mine(None if parts is None else [part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
