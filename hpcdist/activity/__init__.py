@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
-
 from hpcdist.activity import callsite
 from hpcdist.activity.procstat import started
 
@@ -178,8 +176,7 @@ class ThreadRecord:
         x = self.tensors
         if type(x) is list and len(x) == 1:  # as most calls of torch
             x = x[0]
-        nbytes = x.nbytes if type(x) is Tensor else 0 if x is None else nbytes_of(x)
-        return self.call, ended, self.thread, self.route, nbytes
+        return self.call, ended, self.thread, self.route, 0 if x is None else nbytes_of(x)
 
     def end(self) -> None:
         ended = _now()
