@@ -1,10 +1,10 @@
 """The names of ``horovod.torch``, over MPI: ``import hpcdist.horovod as hvd``.
 
-Named operations may be submitted in different orders by the ranks. An operation waits on its rank until a call blocks
-there: synchronize(), barrier(), join(), any form without "async". Then the ranks of its process set tell each other
-what they have submitted, and run what all of them have, in the same order: a round. A rank in a round is blocked until
-its own operation is done. So if a round finds nothing that all ranks have submitted, they would wait for each other for
-ever: all of them raise the same error.
+The ranks may submit named operations in different orders. An operation waits until its rank makes a call that blocks:
+synchronize(), barrier(), join(), or any form without "async". Then the ranks of its process set exchange the names that
+they have submitted, and run the operations that all of them have, in the same order: a round. A rank stays in rounds
+until its own operation is done. If all ranks are in a round, and no operation was submitted by all of them, they would
+wait forever, so all of them raise the same error.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class Compressor:
 
 
 class Compression:
-    """What tensors are sent as."""
+    """The dtypes in which tensors can be sent."""
 
     none, fp16, bf16 = Compressor(None), Compressor(torch.float16), Compressor(torch.bfloat16)
 

@@ -1,4 +1,4 @@
-"""Whether the ranks of a process group make the same call: compared in each collective before its data move.
+"""Compare the calls of the ranks of a process group, in each collective before its data move.
 
 MPI does not look: a longer message than expected may be written beyond the tensor, a shorter one leaves its end as it
 was, and different collectives wait for each other. So each collective begins with one Allgather of two numbers a rank:
@@ -42,7 +42,7 @@ _RANGE = 2**64
 
 
 class Call(NamedTuple):
-    """What a rank calls.
+    """One rank's call.
 
     Attributes:
         verb: name of the call.

@@ -1,7 +1,7 @@
 """The collectives of a process group on contiguous host memory. Each is called by all ranks in the same order.
 
-Messages are bytes, whatever the dtype. Where the counts of all ranks are known to every rank, MPI's own collective
-moves them; where a rank knows its own alone, sends and receives do, since no two ways may meet in one call.
+Messages are bytes, whatever the dtype. If every rank knows the counts of all ranks, MPI's own collective moves the
+data. If a rank knows only its own, sends and receives do. All ranks must use the same of the two in one call.
 
 Large reductions and broadcasts of one node go through memory that its ranks share, in rounds: in each, every rank
 writes its data for the others into its slot, reduces its own part from all slots, and copies the others' parts of the

@@ -1,7 +1,7 @@
 """The operations of a process group by the names that torch calls them, for all of torch's interfaces.
 
-Each checks its arguments on this rank, and then runs at once, if torch says that its caller blocks and no earlier
-asynchronous call of the group is under way; else the group's worker runs it.
+Each checks its arguments on this rank. It then runs at once, if its caller blocks and no earlier asynchronous call of
+the group is under way. Otherwise the group's worker runs it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a call of a process group returns: handles that wait for it, as torch's own backends have them.
+"""The handles that calls of a process group return, with the methods of torch's own backends.
 
-From torch 2.14 the work of a backend in Python comes back to its caller in a C++ object that passes on wait() and
-get_future() alone: is_completed() would be False for ever, and receiving from any rank would fail for want of the
-source. The methods of `METHODS` find the work through get_future(), and ask it: see install().
+From torch 2.14 on, torch wraps the work of a Python backend in a C++ object that forwards only wait() and get_future().
+Its is_completed() would always be False, and a receive from any rank could not return the source. The methods in
+`METHODS` find the Python work through get_future(), and forward to it: see install().
 """
 
 from __future__ import annotations

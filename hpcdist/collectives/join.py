@@ -70,8 +70,8 @@ def gather(
     Returns:
         On the root, a new contiguous tensor on x's device (or `out`); None on the other ranks. Along dim 0, data are
         received into the result; along another dim, the root makes one layout copy. If any rank needs a gradient, it
-        flows back to the shards (of tensors, not of structures): the other ranks then get an empty tensor instead of
-        None, and every rank must call backward, the others as ``result.sum().backward()``.
+        flows back to the shards (of tensors, not of structures). The other ranks then get an empty tensor instead of
+        None. Every rank must call backward, the others as ``result.sum().backward()``.
 
     Raises:
         RankError: on every rank, if an argument is wrong on any rank, or arguments do not agree. No data have moved,
@@ -140,14 +140,14 @@ def concat(
     Returns:
         On every rank, a new contiguous tensor on x's device (or `out`). Along dim 0, data are received into the result,
         and no other memory is allocated; along another dim, there is one layout copy. If any rank needs a gradient, it
-        flows back to the shards (of tensors, not of structures), as the sum over all ranks; every rank must call
-        backward. (If all ranks compute the same loss from the whole, each one counts: divide by their number, as in
-        hpcdist/examples/column_parallel.py.)
+        flows back to the shards (of tensors, not of structures), as the sum over all ranks. Every rank must call
+        backward. (If all ranks compute the same loss from the whole, divide it by their number, because each one
+        counts: see hpcdist/examples/column_parallel.py.)
 
         With `shared`, the ranks of a node read the same memory. Treat it as read-only: writes are private to the rank
-        (copy-on-write). The memory is reused when no rank has a tensor on it. Each rank gets memory of its own if
-        shared memory is short, the result is below 64 KiB, a group holds 64 of them, or the processes of a node cannot
-        open each other's memory.
+        (copy-on-write). The memory is reused when no rank has a tensor on it. Each rank gets memory of its own if the
+        node has too little shared memory, or its processes cannot open each other's memory. So it does for results
+        below 64 KiB, and if a group holds 64 shared results.
 
     Raises:
         RankError: on every rank, if an argument is wrong on any rank, or arguments do not agree. No data have moved,

@@ -1,4 +1,4 @@
-"""The operation redistribute: move a tensor from one layout to another; and what layouts say without communication."""
+"""The operation redistribute: move a tensor from one layout to another. Also: local() and balance()."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def redistribute(
         async_op: whether to return a :class:`Handle` at once, and continue in the background. Must agree.
 
     Returns:
-        This rank's part in `dst`: new contiguous memory (or `out`), on x's device. If any rank needs a gradient, it
-        flows back to the rank that sent an element (one of them, if several hold copies), as the sum over all ranks
-        that received it; every rank must call backward.
+        This rank's part in `dst`: new contiguous memory (or `out`), on x's device. If any rank needs a gradient, the
+        gradient of an element flows back to the rank that sent it, as the sum over all ranks that received it. If
+        several ranks hold copies, one of them gets it. Every rank must call backward.
 
     Raises:
         RankError: on every rank, if an argument is wrong on any rank, or the parts do not form a tensor in `src`. No

@@ -99,7 +99,7 @@ class Operation(ABC):
 
 
 class Like(NamedTuple):
-    """What must be the same in every call of a plan."""
+    """The shape, dtype and device that every call of a plan must have."""
 
     shape: torch.Size
     dtype: torch.dtype

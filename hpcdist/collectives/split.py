@@ -70,9 +70,9 @@ def split(
             other ranks.
         dim: the dimension to split; may be negative. Must be the same number on all ranks.
         root: the rank in `group` that holds `x`, or None if all do. Must agree.
-        counts: the extent along `dim` of each rank's part, or the name of a rule: "block" (the default: parts differ
-            by at most one row, the longer ones first) or "chunk" (as torch.chunk: the ceiling for each rank until no
-            rows are left). Required on the root only; other ranks may pass None or the same.
+        counts: the extent along `dim` of each rank's part, or the name of a rule. By "block", the default, parts differ
+            by at most one row, and the first ones are longer. "chunk" is torch.chunk's rule: each rank gets the ceiling
+            until no rows are left. Required on the root only; other ranks may pass None or the same.
         group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None means all ranks. Must agree.
         route: "auto", "nccl", "gloo", "mpi" or "hdf5". Must agree.
         out: memory for this rank's part, of its shape and dtype; optional on each rank. Not allowed for structures,

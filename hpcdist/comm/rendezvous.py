@@ -51,10 +51,10 @@ class Meeting:
 def meet(comm: MPI.Intracomm, nodes: int) -> Meeting:
     """Find an address of rank 0's host that all ranks reach. Collective over `comm`.
 
-    On one node they open a file without a name, and nobody listens; where the system does not let them, as between
-    containers, rank 0 listens on the loopback interface meanwhile, and on several nodes on all interfaces. The kernel
-    picks the port when rank 0 binds it, and the others get it over MPI: two jobs started at once on one host cannot
-    collide.
+    On one node they open a file without a name, and no process listens. If the system forbids that, as between
+    containers, rank 0 listens on the loopback interface during this call. On several nodes it listens on all
+    interfaces. The kernel picks the port when rank 0 binds it, and the others get it over MPI. Therefore two jobs that
+    start at once on one host cannot collide.
 
     Raises:
         LaunchError: on all ranks, if no address of rank 0's host is reached by all ranks.
@@ -93,8 +93,8 @@ def meet(comm: MPI.Intracomm, nodes: int) -> Meeting:
 def open_store(comm: MPI.Intracomm, meeting: Meeting, timeout: timedelta) -> Store:
     """Open torch's store. Collective over `comm`.
 
-    On one node it is a FileStore on the meeting's file, which no other user can open; else a TCPStore on rank 0 at the
-    meeting's address, to which every rank connects.
+    On one node it is a FileStore on the meeting's file, which no other user can open. On several nodes it is a TCPStore
+    on rank 0, at the meeting's address, to which every rank connects.
     """
     stores: list[Store] = []
     if meeting.file is not None:

@@ -169,7 +169,7 @@ class Inputs:
 def reading(tensors: Sequence[tuple[OpenFiles, Stored]], window: int, most: int) -> Iterator[Read]:
     """Read boxes of the tensors of files, for a ``with`` block, which closes the files.
 
-    Every piece of which something is read is compared with its checksum, once. What cannot be read is a FileError.
+    Every piece of which something is read is compared with its checksum, once. A read that fails raises a FileError.
 
     Args:
         tensors: each with its files.
@@ -334,7 +334,7 @@ def copy(
 
 
 def share(datasets: Sequence[Dataset], rank: int, size: int) -> list[tuple[int, int, Box]]:
-    """What one of `size` ranks reads and writes: (tensor, piece, box of the piece), where pieces are runs, in order.
+    """Return the share of one of `size` ranks: (tensor, piece, box of the piece), where pieces are runs, in order.
 
     A piece belongs to the rank in whose part of all bytes it begins.
     """

@@ -38,7 +38,7 @@ def main(world: World, args: argparse.Namespace) -> int:
 
 
 def _report(contents: Contents) -> dict[str, Any]:
-    """What ls prints as JSON."""
+    """Return the JSON output of ls."""
     tensors = []
     for stored in contents.tensors.values():
         how = "read by its library" if stored.raw is None else "contiguous"

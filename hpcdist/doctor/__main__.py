@@ -182,9 +182,9 @@ def judge_end(outcome: Outcome) -> list[Finding]:
 
 
 def report(findings: Sequence[Finding], ranks: Sequence[Facts], as_json: bool, verbose: bool = False) -> str:
-    """Return the findings as text, what is broken first, or as JSON with the facts.
+    """Return the findings as text, the broken ones first, or as JSON with the facts.
 
-    What is ok fills one line a section, unless `verbose`.
+    The ok findings take one line per section, unless `verbose`.
     """
     of = {verdict: [finding for finding in findings if finding.verdict == verdict] for verdict in ORDER}
     count = {verdict: len(found) for verdict, found in of.items()}

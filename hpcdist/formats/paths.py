@@ -4,10 +4,11 @@ A FIFO waits for its other end for ever, and a device cannot hold an array: neit
 
 A new file is written beside its name, made durable, and renamed.
 
-Whatever dies at whatever moment, the name holds the old file or the complete new one. Until then the data are in
-``.NAME.TAG.part``, which no pattern of a shell or of glob matches: TAG is new for every try, so that no cache of names
-confuses two of them, and identifies the process that writes it. The next process that writes NAME removes what a dead
-one has left, or takes it over. Locks show who is alive, where the file system has them; nothing depends on them.
+Even if a process is killed, the name always refers to the old file or the complete new one. Until it is complete, the
+data are in ``.NAME.TAG.part``, which no pattern of a shell or of glob matches. TAG identifies the process that writes
+it. It is new for every attempt, so that no cache of names confuses two attempts. The next process that writes NAME
+removes or resumes the part of a dead process. Locks show which processes are alive, if the file system supports locks.
+Correctness does not depend on them.
 
 The new file is another inode. It gets mode, owner, group, POSIX ACL and user attributes of the one that it replaces, as
 far as the system permits. Other hard links to the old file keep the old contents.
@@ -307,8 +308,8 @@ class Commit:
                 os.close(fd)
 
     def adopt(self, spans: Iterable[tuple[int, int]]) -> bool:
-        """Replace the part by the one that was left, with the data that it holds in `spans`, (first byte, end) each;
-        outside of them, and in size, it becomes equal to this one. False if another process has taken it."""
+        """Replace the part by an earlier one, and keep its data in `spans`, (first byte, end) each. Its size, and its
+        bytes outside of the spans, become equal to those of this part. False if another process has taken it."""
         left, self.left = self.left, None
         assert left is not None
         made, size = self._lock, os.fstat(self._lock).st_size

@@ -94,8 +94,8 @@ def start_writeback(fd: int, offset: int, nbytes: int) -> None:
     """Start to write what was just written to the disk, so that the sync at the end has less to do.
 
     Nothing waits for it, and the pages stay in the cache. Errors show at the sync. posix_fadvise(POSIX_FADV_DONTNEED)
-    starts the disk, too, but then drops what is on it already from the cache, for which it waits until every core of
-    the node has emptied its list of pages (mm/fadvise.c).
+    starts the disk, too. But it also drops pages that are on the disk from the cache, and waits until every core of the
+    node has emptied its list of pages (mm/fadvise.c).
     """
     _sync_file_range(fd, offset, nbytes, _WRITE)
 
@@ -125,8 +125,8 @@ class Raw:
     def read(self, fd: int, box: Box, out: Tensor, window: int) -> None:
         """Read a box into `out`, a CPU tensor of its shape and of this dtype, with any strides.
 
-        Straight into place if `out` is contiguous and the box consists of runs of SHORT bytes or more; else by way of
-        a buffer of at most `window` bytes, with what lies between short runs.
+        If `out` is contiguous and the box consists of runs of SHORT bytes or more, the data are read directly into
+        `out`. Otherwise they are read into a buffer of at most `window` bytes, with the bytes between short runs.
         """
         if box.size() == 0:
             return

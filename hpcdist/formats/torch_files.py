@@ -2,8 +2,8 @@
 
 torch itself finds the tensors of a file, without their data and without running code in the file.
 
-Each dense tensor of a zip archive is then read from its place a box at a time. What cannot be found there is read whole
-by torch: its older format, and archives that are compressed, of the other byte order, or packed again.
+Each dense tensor of a zip archive is then read from its place a box at a time. torch reads the rest whole: its older
+format, and archives that are compressed, repacked, or of the other byte order.
 
 A folder is ``.metadata``, a pickle, which is read without running code that is in it, and files of parts of tensors.
 """
@@ -97,7 +97,7 @@ def _load(path: str, file: IO[bytes] | None = None, **how: Any) -> Any:
 
 
 def _whole(path: str, mapped: bool) -> Any:
-    """What a file holds, its data mapped, or read if memory can hold them."""
+    """Return the contents of a file. Its data are mapped, or read if memory can hold them."""
     if not mapped:
         nbytes = os.path.getsize(path)
         with suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
@@ -113,8 +113,8 @@ def _members_of(path: str) -> dict[int, int] | None:
 
 
 def _members(path: str, file: IO[bytes]) -> dict[int, int] | None:
-    """The first byte of each member of an archive, and its bytes; None if its data are not there as they are in memory,
-    or torch may look for them elsewhere.
+    """Return the first byte of each member of an archive, and its number of bytes. None if the data are not stored as
+    they are in memory, or torch may look for them elsewhere.
 
     Raises:
         FileError: not an archive of torch.save, or truncated.

@@ -1,12 +1,11 @@
 """One rank's failure ends the whole job, with its reason and its exit status.
 
-Left alone, every MPI hangs there: the failing rank waits in ``MPI_Finalize`` for ranks that wait for its data. No step
-before the end, such as printing or removing files, can keep the job from ending.
+Without this, every MPI would hang: the failing rank waits in ``MPI_Finalize`` for ranks that wait for its data. If a
+    step before the end fails, such as printing or removing files, the job still ends.
 
-An uncaught exception, or a non-zero ``sys.exit``, is such a failure. The idea is that of ``python -m mpi4py``
-(mpi4py/run.py), without asking the user to launch in another way. What does not end the process does not end the job:
-an exit that is caught, or that is raised in another thread, in an ``atexit`` handler or in a forked child, and an error
-at an interactive prompt.
+An uncaught exception, or a non-zero ``sys.exit``, is such a failure. ``python -m mpi4py`` (mpi4py/run.py) does the
+same, but needs another command line. If the process continues, so does the job: after an exit that is caught, or is
+raised in another thread, in an ``atexit`` handler or in a forked child, and after an error at an interactive prompt.
 
 An exit that is not seen here (``raise SystemExit(n)`` outside a ``with hpcdist.init()`` block, the builtin ``exit``)
 ends the program as usual: the other ranks get an error at their next verb, or the deadline of the end of the program.
@@ -185,8 +184,8 @@ def fail(error: BaseException, what: str) -> NoReturn:
 class _Exit(SystemExit):
     """A SystemExit that notes its status when it ends the program.
 
-    CPython passes an uncaught SystemExit to no hook, but it reads the exception's `code`, and does so when no Python
-    frame is left; code that catches the exception reads it from a frame.
+    CPython passes an uncaught SystemExit to no hook. But it reads the exception's `code` when no Python frame is left,
+    and a program that catches the exception reads it from a frame.
     """
 
     __module__, __qualname__ = "builtins", "SystemExit"  # what Python prints where it ignores an exit
@@ -208,7 +207,7 @@ def _sys_exit(code: Any = None, /) -> NoReturn:
 
 
 def replace(error: BaseException | None) -> None:
-    """Raise in the place of a SystemExit that somebody else has made one that is noticed when it ends the program."""
+    """Replace a foreign SystemExit by one that is noticed when it ends the program."""
     if _installed and type(error) is SystemExit:
         raise _Exit(*error.args).with_traceback(error.__traceback__)
 
@@ -285,8 +284,8 @@ def check() -> None:
 def install() -> None:
     """From now on, an uncaught exception or a non-zero ``sys.exit`` of this process ends the whole MPI job.
 
-    Call it again after somebody else may have set ``sys.excepthook``, as torch.distributed does: its hook collects
-    what the others print, which would be lost if one of those ended the job.
+    Call it again after another library may have set ``sys.excepthook``, as torch.distributed does. torch's hook
+    collects the output of the other hooks, which would be lost if one of those ended the job.
     """
     global _installed, _first_hook, _last_hook
     if not _installed:

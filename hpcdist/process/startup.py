@@ -1,4 +1,4 @@
-"""What this process was started as. Importing this module lets Ctrl-C end a command without a traceback of imports."""
+"""Find the command of this process. Importing this module lets Ctrl-C end a command without a traceback of imports."""
 
 from __future__ import annotations
 

@@ -203,8 +203,8 @@ def prepare(team: Team) -> None:
 
 
 def join_uploads() -> None:
-    """Wait for the threads of torch's ``dcp.async_save``, each of which ends with its save; in one of them, for none:
-    torch's own rule is that one save begins when the one before has ended."""
+    """Wait for the threads of torch's ``dcp.async_save``, each of which ends with its save. In one of these threads,
+    wait for none, because torch itself starts a save only after the previous one has ended."""
     uploads = [thread for thread in threading.enumerate() if thread.name.startswith("AsyncCheckpointExecutor")]
     if threading.current_thread() not in uploads:
         for thread in uploads:

@@ -72,7 +72,7 @@ class _Name(str):
 
 
 class Host:
-    """What the groups of a job need of it.
+    """The parts of a job that its groups need.
 
     Attributes:
         comm, team: communicator of all ranks, in torch's order, and their team; None while there is no world.
@@ -203,8 +203,8 @@ def start(
 def default_backend(own_gpus: bool) -> str:
     """Return torch's backend of a job: MPI for host memory, and NCCL where every rank has a GPU of its own.
 
-    Until torch 2.13 a backend in Python replaces the whole group, which torch treats as one without NCCL (it does not
-    coalesce messages, for example): jobs on GPUs keep gloo for host memory there.
+    Up to torch 2.13, a backend in Python replaces the whole group, and torch treats the group as one without NCCL. For
+    example, it does not coalesce messages. Therefore jobs on GPUs keep gloo for host memory there.
     """
     if not own_gpus:
         return NAME
@@ -223,8 +223,9 @@ def leave() -> None:
 
 
 def _rendezvous(url: str, timeout: timedelta = torch_rendezvous.default_pg_timeout, **options: Any) -> Iterator[Any]:
-    """torch's rendezvous by the environment; by MPI if the variables there are hpcdist's, or none, and a launcher has
-    started this process, or init_process_group(), which runs this generator, was given backend "mpi".
+    """torch's rendezvous by the environment. It uses MPI instead if the environment has no variables, or hpcdist's, and
+    a launcher has started this process. It also does so if init_process_group(), which runs this generator, was given
+    backend "mpi".
 
     Every rendezvous by MPI has a store of its own. In one that remains, the keys of a destroyed group would be read.
     """

@@ -52,7 +52,7 @@ class World:
         local_rank: rank among the processes of this node, from 0.
         node: index of this node, in the order of the lowest rank on each.
         comm: communicator that init() was given, or COMM_WORLD.
-        settings: device, deadline, staging folder, and what else does not change.
+        settings: device, deadline, staging folder, and other constants of the job.
     """
 
     rank: int
@@ -95,13 +95,13 @@ class World:
         return self.settings.staging
 
     def should_stop(self, every: int = 1) -> bool:
-        """Whether the program is to stop now: the same answer on all ranks, at the same call.
+        """Return whether the program must stop now: the same answer on all ranks, at the same call.
 
         Collective over the world; one small message. True once any rank has received one of the signals of
         ``init(stop_on=)``, or the job ends within ``init(stop_before=)`` seconds, and from then on. The first call, in
-        the main thread, replaces the handlers of these signals, those of other libraries, too, until finalize(). A
-        program that never calls it ends by them as ever. A second signal, more than a second after the first one, ends
-        this process at once.
+        the main thread, replaces the handlers of these signals, those of other libraries, too, until finalize(). If a
+        program never calls it, these signals end the program as usual. A second signal, more than a second after the
+        first one, ends this process at once.
 
         Args:
             every: the ranks agree in each `every`-th call, the first one included, and other calls return False
@@ -248,10 +248,10 @@ def init(
 
     Collective over `comm`. Works under ``mpirun``/``mpiexec`` of Open MPI and MPICH, under ``srun``, and in a single
     process without a launcher. If MPI or torch.distributed already runs, it is used. From here on, an uncaught
-    exception or a non-zero ``sys.exit`` on one rank ends the whole job with that status. (Other exits, such as ``raise
-    SystemExit(n)`` and the builtin ``exit``, do so in a ``with hpcdist.init()`` block. Elsewhere the other ranks get an
-    error at their next verb, or at the deadline.) Until finalize(), the environment has the variables by which torchrun
-    tells a rank its place, such as RANK and LOCAL_RANK, unless you have set them.
+    exception or a non-zero ``sys.exit`` on one rank ends the whole job with that status. (Other exits, such as
+    ``raise SystemExit(n)`` and the builtin ``exit``, do so in a ``with hpcdist.init()`` block. Elsewhere the other
+    ranks get an error at their next verb, or at the deadline.) Until finalize(), the environment also has torchrun's
+    variables, such as RANK and LOCAL_RANK. Variables that you have set are kept.
 
     Args:
         comm: the processes that take part; COMM_WORLD if None.
@@ -260,18 +260,18 @@ def init(
         backend: torch's backend, the same on all ranks, in torch's own words. By default this package's own, "mpi";
             "cpu:mpi,cuda:nccl" where every rank has its own GPU, with torch 2.13 and before "cpu:gloo,cuda:nccl". Not
             used, like `timeout`, if torch.distributed already runs.
-        timeout: the deadline of every call, a timedelta or seconds; by default HPCDIST_TIMEOUT (s), else 30 minutes.
-            A rank that waits longer for another one ends the job, with a table of the calls of all ranks. The end of
-            the program is such a call, so no rank may work alone for longer. Also torch.distributed's timeout.
-        staging: the folder for the files of route "hdf5", which all nodes must share; by default HPCDIST_STAGING, else
-            on one node a private folder for temporary files, and on several nodes the current folder.
-        bind: "numa" on all ranks binds each to the cores of one NUMA domain until its process ends: the domain beside
-            its GPU; without GPUs, ranks are spread over the domains. Never to other cores than the launcher has given
-            it, and not if the launcher has bound it already.
-        stop_on: signals after which :meth:`World.should_stop` returns True, handled from now on, in place of SIGTERM
-            and SIGUSR1, handled from its first call on. The same on all ranks.
-        stop_before: time before the end of the batch job, a timedelta or seconds, from which on should_stop() returns
-            True. Rank 0 asks Slurm, PBS, LSF or Flux once for the end. The same on all ranks.
+        timeout: the deadline of every call, a timedelta or seconds; by default HPCDIST_TIMEOUT (s), else 30 minutes. A
+            rank that waits longer for another one ends the job, with a table of the calls of all ranks. The end of the
+            program counts as a call, so no rank may work alone for longer. torch.distributed gets this timeout, too.
+        staging: the folder for the files of route "hdf5", which all nodes must share. The default is HPCDIST_STAGING.
+            Without it, it is a private folder for temporary files on one node, and the current folder on several.
+        bind: "numa" on all ranks binds each to the cores of one NUMA domain until its process ends. This is the domain
+            nearest to its GPU. Without GPUs, ranks are spread over the domains. Ranks use only cores that the launcher
+            has given them. If the launcher has bound them, nothing changes.
+        stop_on: signals after which :meth:`World.should_stop` returns True; they are handled from now on. The default
+            is SIGTERM and SIGUSR1, handled from the first call of should_stop() on. The same on all ranks.
+        stop_before: a timedelta or seconds. should_stop() returns True from this time before the end of the batch job
+            on. Rank 0 asks Slurm, PBS, LSF or Flux once for the end. The same on all ranks.
         trace: folder in which each rank writes a file of its calls when the job ends: see ``python -m hpcdist.trace``.
             By default HPCDIST_TRACE; without both, nothing is recorded. The last 65,536 calls of each rank are kept.
 
@@ -279,8 +279,8 @@ def init(
         The :class:`World`. A second call without arguments, or with the same ones, returns the same world.
 
     Raises:
-        LaunchError: on every rank that can detect it: the launcher does not belong to the MPI library, two ranks share
-            a GPU that NCCL must use, nodes cannot reach each other, or this is a child process that was forked while
+        LaunchError: on every rank that can detect it. The launcher does not belong to the MPI library, two ranks share
+            a GPU that NCCL must use, or nodes cannot reach each other. Or this is a child process that was forked while
             MPI ran. The message names the fix.
         RankError: on every rank, if an argument is wrong on one of them.
         TypeError: on this rank, if `comm` is not a communicator or does not hold this rank.
@@ -351,8 +351,8 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _leave() -> None:
-    """Called at the end of the program: a rank that ends early answers the verbs of the others with an error that
-    names it."""
+    """Called at the end of the program. If a rank ends early, the verbs of the other ranks raise an error that names
+    it."""
     from mpi4py import MPI
 
     from hpcdist.backend.operations import finish

@@ -1,4 +1,4 @@
-"""What is sent: a folder or file, and other folders with it, as a tar that is made while the files are read.
+"""The source: a folder or file, and other folders with it, as a tar that is made while the files are read.
 
 An environment names its own path in many files: these are corrected where the copy is made.
 """
@@ -34,8 +34,8 @@ _PROGRAM = re.compile(rb"#![ \t]*(/[^\s]+)[ \t]*([^\r\n]*)")
 
 @dataclass(frozen=True)
 class Source:
-    """What is sent, as all ranks know it: its name in the copy, a digest that differs if something was changed, pairs
-    of an old path and its name in the copy, the number of files, links and folders, and about their bytes."""
+    """The source, as all ranks know it: its name in the copy, and a digest that differs after a change. Also pairs of
+    an old path and its name in the copy, the number of files, links and folders, and their approximate bytes."""
 
     name: str
     digest: str
@@ -224,8 +224,8 @@ def relocation(moved: dict[str, str]) -> Callable[[bytes], bytes]:
 
 
 def _started(program: bytes, argument: bytes) -> bytes:
-    """Return the #! line for a program, without its end. If it is too long or the path has a blank: for Python, the
-    lines that pip writes, which both sh and Python read; for another program, the one that PATH names, as conda
+    """Return the #! line for a program, without its end. If it is too long or the path has a blank, Python gets the
+    lines that pip writes, which both sh and Python read. Another program gets a line that finds it by PATH, as conda
     does."""
     line = b"#!" + b" ".join(filter(None, (program, argument)))
     if len(line) < _LINE and not re.search(rb"\s", program):

@@ -48,8 +48,8 @@ _HOST = socket.gethostname()
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asks for, the same on all ranks: a folder or file, the folder for it on each node's own disk, what
-    identifies this job ("" for none), other folders, and the seconds without progress after which the job ends."""
+    """The user's request, the same on all ranks: a folder or file, the folder for it on each node's own disk, and the
+    name of this job ("" for none). Also other folders, and the seconds without progress after which the job ends."""
 
     source: str
     to: str
@@ -73,7 +73,7 @@ def stage(comm: MPI.Intracomm, request: Request) -> Staged:
     """Copy a folder or file to every node; return what was done, the same on all ranks. Collective over `comm`.
 
     Raises:
-        RankError: on all ranks, if a node cannot have the copy. What was unpacked for it is removed.
+        RankError: on all ranks, if a node cannot have the copy. Its unpacked files are removed.
     """
     from mpi4py import MPI
 

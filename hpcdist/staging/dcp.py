@@ -5,9 +5,10 @@
 >>> dcp.save(state, storage_writer=HDF5Writer("model.h5"))      # each tensor whole, under its name in the state
 >>> dcp.load(state, storage_reader=HDF5Reader("model.h5"))      # on any number of ranks, in any placement
 
-DCP plans and agrees through its own process group; these classes use neither MPI nor :func:`hpcdist.init`, so that they
-work under any launcher, in a group of some of the ranks, and in the thread of ``dcp.async_save``. Every rank writes its
-shards at their place in the file. DCP's coordinator lays out the file, and gives it its name when all have finished.
+DCP plans and agrees through its own process group. These classes use neither MPI nor :func:`hpcdist.init`. Therefore
+they work under any launcher, in a group of some of the ranks, and in the thread of ``dcp.async_save``. Every rank
+writes its shards at their place in the file. DCP's coordinator lays out the file, and gives it its name when all have
+finished.
 
 Values that are no tensors, such as numbers and strings, are stored as torch.save writes them, and read
 only if torch finds them safe, or with allow_pickle.
@@ -117,8 +118,8 @@ class HDF5Reader(_OneFile, StorageReader):
             can run any code.
 
     Raises:
-        CheckpointException: from dcp.load, on every rank, naming the ranks on which something failed: no such file,
-            incomplete, damaged, a name or shape that differs from the state's.
+        CheckpointException: from dcp.load, on every rank. It names the ranks with an error: the file is missing,
+            incomplete or damaged, or a name or shape differs from the state's.
 
     Example::
 
@@ -232,10 +233,10 @@ def _place(stored: Stored) -> int:
 class HDF5Writer(_OneFile, StorageWriter):
     """Write a checkpoint of ``torch.distributed.checkpoint`` to one HDF5 file, which all ranks write at once.
 
-    For ``dcp.save`` and ``dcp.async_save``. Each tensor of the state is one ordinary dataset, whole, under its name:
-    :func:`hpcdist.staging.load`, ``python -m hpcdist ls|verify`` and every HDF5 program read it, and it can be
-    loaded on any number of ranks. The file appears under its name when it is complete and on the disk:
-    until then, even if the job dies, the name keeps the old file.
+    For ``dcp.save`` and ``dcp.async_save``. Each tensor of the state is one ordinary dataset under its name.
+    :func:`hpcdist.staging.load`, ``python -m hpcdist ls|verify`` and every HDF5 program read it. Any number of ranks
+    can load it. The file appears under its name when it is complete and on the disk. Until then, even if the job dies,
+    the name refers to the old file.
 
     Args:
         path: of the file, in a folder that all ranks share; ``checkpoint_id=`` of dcp.save replaces it. Must agree.
@@ -245,10 +246,10 @@ class HDF5Writer(_OneFile, StorageWriter):
         progress: called on each rank, from time to time, with the number of bytes just done.
 
     Raises:
-        CheckpointException: from dcp.save, on every rank, naming the ranks on which something failed, such as a tensor
-            that a file cannot hold, or a full disk; or all of them, if the planner keeps plans from one save to the
-            next (``enable_plan_caching``). The old file is unchanged. Without `resume`, the unfinished file is removed
-            at the next save, when this writer is dropped, or at the end of the program.
+        CheckpointException: from dcp.save, on every rank. It names the ranks with an error, such as a tensor that a
+            file cannot hold, or a full disk. It names all ranks if the planner keeps plans from one save to the next
+            (``enable_plan_caching``). The old file is unchanged. Without `resume`, the unfinished file is removed at
+            the next save, when this writer is dropped, or at the end of the program.
         ValueError: ``use_collectives=False``: the ranks would not agree on the file.
 
     Example::
@@ -303,8 +304,8 @@ class HDF5Writer(_OneFile, StorageWriter):
         """Lay out the file, on the coordinator, and return the place of each rank's data.
 
         DCP does not tell the coordinator that another rank has failed. An unfinished file is removed when the writer is
-        used again or dropped, when this thread, or another after the end of this one, begins a save, or when the
-        program ends.
+        used again or dropped, or when the program ends. It is also removed when this thread begins another save, or
+        another thread does so after the end of this one.
         """
         self._give_up()
         thread = threading.current_thread()

@@ -67,12 +67,12 @@ def load(
     """Read each rank's part of the tensors of a file, with any number of ranks.
 
     Collective over `group`. Waits for a save in flight to this name. Along dim 0 every rank reads directly into its
-    result. If all ranks want the whole, or narrow parts that would need many reads of the same data, the ranks share
-    the reading and send each other their parts, a window at a time.
+    result. Sometimes all ranks want the whole, or narrow parts that would need many reads of the same data. The ranks
+    then share the reading, and send each other their parts, a window at a time.
 
     Args:
-        path: of the file, which all ranks see: HDF5, .safetensors, .npy, .npz or .pt; or of a folder of torch's DCP or
-            of .safetensors files, which need their index if they are shards; or of an index. Must agree.
+        path: a file that all ranks see (HDF5, .safetensors, .npy, .npz or .pt), a folder of torch's DCP or of
+            .safetensors files, or an index. Sharded .safetensors files need their index. Must agree.
         name: of a tensor, or of a group of them; None for all of the file. Must agree.
         dim: the dimension along which tensors are split; None for the whole on every rank; or a dict of these by full
             name, with 0 for missing names. Must agree. Every rank gets the whole of 0-d tensors.
@@ -98,14 +98,14 @@ def load(
         group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None for all ranks.
 
     Returns:
-        On each rank its part: a contiguous tensor that it owns (or `out`), of the dtype that was saved and of native
-        byte order; a nested dict of these if `name` is a group, or if it is None and the file holds anything but one
-        tensor "data". Data that no tensor can hold, such as text, are left out.
+        On each rank its part: a contiguous tensor that it owns (or `out`), of the saved dtype, in native byte order. If
+            `name` is a group, or if it is None and the file holds anything but one tensor "data", a nested dict of
+            these. Data that no tensor can hold, such as text, are left out.
 
     Raises:
-        RankError: on every rank, if the file or the tensor does not exist, the file has another format, is incomplete,
-            truncated or damaged, has its data in another file, or holds only data that no tensor can hold; or if an
-            argument is wrong on one rank or does not agree. The job can continue.
+        RankError: on every rank, if the file or the tensor does not exist, or an argument is wrong on one rank or does
+            not agree. Also if the file has another format, is incomplete, truncated or damaged, has its data in another
+            file, or holds only data that no tensor can hold. The job can continue.
 
     Example, on 3 ranks::
 
@@ -397,8 +397,8 @@ def _displs(counts: str | tuple[int, ...] | None, extent: int, size: int) -> Int
 
 
 def _method(stored: Stored, wants: BoxSequence, same: Mapping[str, Any], nodes: int) -> _Method:
-    """Choose how a tensor is read. What each rank wants whole, "auto" reads once a job on several nodes, and what is
-    compressed; the ranks of a node read the rest from the system's cache as fast as they could send it."""
+    """Choose how a tensor is read. "auto" reads compressed data once per job, and on several nodes also tensors that
+    each rank wants whole. The ranks of a node read the rest from the system's cache as fast as they could send it."""
     if isinstance(wants, Copies):
         if same["shared"] and stored.nbytes() >= LEAST and stored.shape:
             return _Method.SHARED

@@ -103,8 +103,8 @@ class PiecePlan:
 def plan_save(x: Dataset, dim: int | None, extents: Sequence[int] | Ints, window: int, writers: int) -> PiecePlan:
     """Plan how `writers` ranks write a tensor.
 
-    Each rank writes its own shard where that is one run of the file; otherwise the pieces of the file are divided among
-    the writers, and each collects the data of its own in memory of at most `window` bytes.
+    If a shard is one run of the file, its rank writes it. Otherwise the pieces of the file are divided among the
+    writers, and each collects the data of its pieces in memory of at most `window` bytes.
 
     Args:
         dim: dimension along which it is cut; None if every rank holds the whole.

@@ -145,24 +145,25 @@ def save(
         progress: called on each rank, from time to time, with the number of bytes just done; with `async_op`, in
             another thread.
         buffer: bytes of host memory that this rank may use for the copies of `async_op`, including those of earlier
-            saves in flight; by default half of the free memory, divided among the ranks of the node. If the copies do
-            not fit, the call waits for earlier saves; if they are larger, until the file is written.
+            saves in flight. The default is half of the free memory, divided among the ranks of the node. If the copies
+            do not fit, the call waits for earlier saves. If they are larger than the buffer, it waits until the file is
+            written.
         async_op: whether to return a Handle when the values have been copied, to memory from the pool or, for GPU
             tensors, to pinned memory. They may then be changed. A thread writes the file, which gets its name when all
             ranks have written; `writer` "auto" is "posix" then, "mpio" is an error. Saves of a group run in the order
             of the calls. Another save, or a load, of the same name waits for saves in flight. So do finalize() and the
             end of the program.
-            None of these raises the error of a save: wait() does, on every rank. If wait() is not called, the error is
-            printed at the end. Must agree.
+            Only wait() raises the error of a save, on every rank. If wait() is not called, the error is printed at the
+            end. Must agree.
         group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None for all ranks.
 
     Returns:
         None; with `async_op`, a Handle whose wait() returns None once the file has its name.
 
     Raises:
-        RankError: on every rank, with `async_op` from wait(), if an argument is wrong on one or they do not agree, if
-            the folder is missing, not writable, full or not shared, if `path` is not a regular file, or read-only, or a
-            write fails. The old file is as it was, and the job can go on.
+        RankError: on every rank, with `async_op` from wait(), if an argument is wrong on one or they do not agree, or a
+            write fails. Also if the folder is missing, not writable, full or not shared, or `path` is not a regular
+            file, or read-only. The old file is unchanged, and the job can continue.
         HpcdistError: on this rank, with `async_op`, if MPI does not support threads.
 
     Example, on 3 ranks::
@@ -539,8 +540,8 @@ def _place(path: Any) -> str | None:
 
 
 def _copied(tensors: Mapping[str, Tensor], buffer: int) -> Mapping[str, Tensor]:
-    """Copy tensors to host memory, pinned for those on a GPU, once the copies of earlier saves leave room in `buffer`
-    bytes; return the tensors themselves if there is no memory for copies."""
+    """Copy tensors to host memory, pinned for GPU tensors, when the copies of earlier saves leave room in `buffer`
+    bytes. If there is no memory for copies, return the tensors themselves."""
     needed = sum(x.nbytes for x in tensors.values())
     for flight in list(_flights):
         if needed + sum(flight.nbytes for flight in list(_flights)) <= buffer:

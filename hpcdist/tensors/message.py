@@ -214,7 +214,7 @@ def parse(message: Tensor) -> tuple[Header, Tensor]:
     """Parse what join() returns: return the header, and the packed small tensors.
 
     Raises:
-        HpcdistError: if it is damaged. What it announces is not checked yet.
+        HpcdistError: if it is damaged. The sizes in the header are not checked yet.
     """
     length = int.from_bytes(message[:8].numpy().tobytes(), "little")
     if length > message.numel() - 8:

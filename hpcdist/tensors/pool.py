@@ -1,12 +1,12 @@
 """The memory of large results in host memory: kept when they die, and used again for later ones.
 
 The kernel clears and maps new memory page by page, which takes several times as long as to copy data into it. A block
-of the pool is an ordinary storage of torch, and a result is a tensor of its own on it. Nothing tells when the last
-tensor, storage or array on a block dies: a block is asked, when one is needed, whether the pool alone refers to it.
+of the pool is an ordinary storage of torch, and a result is a tensor on it. There is no callback when the last tensor,
+storage or array on a block is freed. When the pool needs a block, it checks whether only the pool refers to it.
 
 All blocks together are bounded, those in use and those that lie idle: the pool never keeps more memory than its bound
-from the rest of the program. A block in use that it drops is freed with its last tensor, like any other. What has been
-idle for some seconds is given to the kernel lazily.
+from the rest of the program. A block in use that it drops is freed with its last tensor, like any other. The kernel may
+take blocks that have been idle for some seconds.
 """
 
 from __future__ import annotations

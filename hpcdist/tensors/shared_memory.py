@@ -1,8 +1,8 @@
 """Memory without a name that processes of a node share: written through one mapping, read through another.
 
-What a tensor of the caller's maps is private (MAP_PRIVATE): all processes read the same pages, and a process that
-writes in place gets a copy of the pages that it writes, which no other process sees. A mapping that is only readable
-would end that process with SIGSEGV instead, and one that is shared would change the tensors of the other processes.
+The caller's tensors use private mappings (MAP_PRIVATE). All processes read the same pages. A process that writes in
+place gets its own copy of these pages, which no other process sees. With a read-only mapping, such a write would end
+the process with SIGSEGV. With a shared mapping, it would change the tensors of the other processes.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Datagrams:
     def expect_all(self) -> None:
         """Make room for the answers of many ranks at once.
 
-        Only a rank that asks needs it. Linux gives a user 64 MiB of pipes on a node: once 64 ranks had a MiB each, each
+        Only a rank that asks needs it. Linux gives a user 64 MiB of pipes on a node. If 64 ranks had 1 MiB each, each
         new pipe of this user, in any program, would hold 8 KiB instead of 64.
         """
         with suppress(OSError):
