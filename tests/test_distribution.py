@@ -120,7 +120,7 @@ def test_the_command_runs_from_the_wheel(dist: Path, tmp_path: Path) -> None:
 def test_the_changes_are_one_page_and_begin_with_this_version() -> None:
     lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
     assert len(lines) <= 60
-    assert [line for line in lines if line.startswith("## ")][0].split()[1] == hpcdist.__version__
+    assert next(line for line in lines if line.startswith("## ")).split()[1] == hpcdist.__version__
 
 
 def test_the_command_hpcdist(tmp_path: Path) -> None:
