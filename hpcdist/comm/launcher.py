@@ -233,7 +233,7 @@ def alone(environ: Mapping[str, str], size: int, library: str) -> str | None:
             f"hpcdist.init(MPI.COMM_SELF). If {variable} is left from another launch: unset {variable}."
         )
     return (
-        f"{head}, and the MPI library that mpi4py uses does not know of them. The library is {library}. "
+        f"{head}, but the MPI library of mpi4py does not recognise them. The library is {library}. "
         f"{launcher.fix}. For one process on purpose: {launcher.one}, or hpcdist.init(MPI.COMM_SELF)."
     )
 
@@ -291,7 +291,7 @@ def _check_files() -> None:
         held.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(needed))
     except OSError as error:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        may = f"this process may open {soft} files, and {needed} more than it has open are needed ({reason(error)})"
+        may = f"this process may open {soft} files, but needs {needed} more than it has open ({reason(error)})"
         most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
         fix = f"ulimit -n $(ulimit -Hn) in the job script, which is {most} here; docker run --ulimit nofile=65536"
         raise LaunchError("HD116", f"{may}: {fix}") from None

@@ -208,7 +208,7 @@ def in_torch_order(comm: MPI.Intracomm) -> MPI.Intracomm:
     if ranks != list(range(comm.size)):
         raise LaunchError(
             "HD106",
-            "torch.distributed was initialised before hpcdist.init(), but not on these ranks alike; (rank, size) by "
+            "torch.distributed was initialised before hpcdist.init(), but with other ranks; (rank, size) by "
             f"MPI rank: {all_}",
         )
     ordered = comm.Split(0, dist.get_rank())

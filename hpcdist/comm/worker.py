@@ -118,9 +118,9 @@ def note_failure(future: futures.Future[Any], what: str, heard: list[None]) -> N
 
 
 def report_failures() -> None:
-    """Print the errors of asynchronous calls whose handles were never waited for."""
+    """Print the errors of asynchronous calls without wait()."""
     while _failed:
         what, heard, error = _failed.popleft()
         if not heard:
-            text = f"hpcdist: {what} failed, but was never waited for: {error}"
+            text = f"hpcdist: {what} failed, and wait() was not called: {error}"
             abort.print_error(with_hint(coded("HD609", text)))

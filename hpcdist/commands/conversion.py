@@ -44,7 +44,7 @@ def main(world: World, args: Namespace) -> int:
     size = f"{plural(report['files'], 'file')}, {plural(len(tensors), 'tensor')}, {report['bytes']:,} bytes"
     lines = [f"{_VERB}: {contents.kind} {shown(args.input)}: {size}"]
     if left := contents.left_out:
-        lines.append(f"LEFT OUT, {len(left)} that are no tensors: {listed(map(shown, left))}")
+        lines.append(f"LEFT OUT, {plural(len(left), 'value')} besides tensors: {listed(map(shown, left))}")
     finish(world, args, report, [*lines, *copying])
     return 0
 

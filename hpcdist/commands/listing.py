@@ -106,7 +106,7 @@ def _verify(world: World, contents: Contents, as_json: bool) -> int:
 def _verdict(contents: Contents, pieces: int, damaged: list[str]) -> str:
     name, damaged = shown(contents.path), [shown(text) for text in damaged]
     if not damaged:
-        checked = "all as they were written" if contents.checked else "all can be read; there are no checksums"
+        checked = "all match their checksums" if contents.checked else "all can be read; there are no checksums"
         return f"{name}: {plural(pieces, 'piece')}, {show_bytes(contents.nbytes())}: {checked}"
     more = [f"and {len(damaged) - _MAX_SHOWN} more"] if len(damaged) > _MAX_SHOWN else []
     return "\n".join([*damaged[:_MAX_SHOWN], *more, f"{name}: DAMAGED: {len(damaged)} of {plural(pieces, 'piece')}"])

@@ -193,7 +193,7 @@ def report(findings: Sequence[Finding], ranks: Sequence[Facts], as_json: bool, v
         return json.dumps(found, indent=1, default=str)
     total = f"{count['broken']} broken, {plural(count['warning'], 'warning')}, {count['ok']} ok"
     if not verbose and of["ok"]:
-        total += " (--verbose shows what was found)"
+        total += " (--verbose shows details)"
         names: dict[str, list[str]] = {}
         for finding in of["ok"]:
             names.setdefault(finding.section, []).append(finding.name)

@@ -188,7 +188,7 @@ _BIND = "`srun --cpus-per-task=N --cpu-bind=cores`, `mpirun --bind-to core --map
 _LITTLE, _TOO_LITTLE = 2**30, 2**28  # bytes of memory a rank: torch alone takes about a quarter of a GiB
 _LOCKED = 2**26  # bytes; with less, InfiniBand registers no buffers
 _FILES, _FILES_A_RANK = 256, 4  # open files of a rank: its own and its workers', and its connections to each other rank
-_SLOW_LINK = 0.25  # of what InfiniBand promises
+_SLOW_LINK = 0.25  # of the rate of InfiniBand
 _MIN_SHM = 2**24  # bytes per rank, for the messages of an MPI library within a node
 _GOOD_SHM = 2**27  # bytes per rank, enough for the batches of a DataLoader's workers as well
 _MIN_SPACE = 2**30  # bytes; with less, staging is likely to fail
@@ -472,7 +472,7 @@ def socket_problem(facts: Facts) -> str | None:
     """Return why the interfaces that GLOO_SOCKET_IFNAME names would not do; None if they would, or it is not set."""
     if set(facts["environ"].get(GLOO, "").split(",")) - {"", *facts["interfaces"]}:
         there = ", ".join(facts["interfaces"]) or "none"
-        return f"no such interface with an address on {facts['host']}, which has {there}"
+        return f"{facts['host']} has no such interface with an address, only {there}"
     return None
 
 
@@ -534,7 +534,7 @@ def _bandwidth(facts: Facts) -> Verdict:
     rate, promised = facts["pair"]["rate"], max((port["rate"] for port in _active(facts)), default=0) * 1e9 / 8
     text = f"{rate / 1e6:.0f} MB/s to {facts['pair']['host']} through MPI"
     if rate < _SLOW_LINK * promised:
-        return "warning", f"{text}, where InfiniBand promises {promised / 1e6:.0f}"
+        return "warning", f"{text}, but the rate of InfiniBand is {promised / 1e6:.0f}"
     return "ok", text
 
 
@@ -559,7 +559,7 @@ def _folder(ranks: Ranks) -> Verdict:
     found, count = ranks[0]["staging"], len(ranks)
     blind = [facts for facts in ranks if facts.get("sees") is False]
     if blind:
-        text = f"{names(blind)} does not see what {ranks[0]['host']} writes: it is not shared by all nodes"
+        text = f"{names(blind)} does not see files of {ranks[0]['host']}: the folder is not shared by all nodes"
         return "broken", f"{found['folder']}: {text}"
     free = min(facts["staging"]["free"] for facts in ranks)
     text = f"{found['folder']}: written and read" + (f", shared by {count} nodes" if count > 1 else "")

@@ -119,7 +119,7 @@ class Contents:
         tensors: by name, in the order of the files' data.
         files: the identity of each file, by path.
         external: by name, why a tensor is not read: its data are not in this file.
-        left_out: data that are no tensors: a description by name.
+        left_out: data besides tensors: a description by name.
         text: of .safetensors files, by name.
         checked: whether hpcdist wrote it, with checksums.
         checkpoint: values besides tensors of a checkpoint of torch in an .h5 file: see hpcdist.staging.dcp.
@@ -138,7 +138,7 @@ class Contents:
     def __post_init__(self) -> None:
         for name, stored in self.tensors.items():
             if stored.dtype not in DTYPES:
-                raise FileError("HD511", f"{self.path}: {name}: holds {stored.dtype}, which cannot be moved")
+                raise FileError("HD511", f"{self.path}: {name}: holds {stored.dtype}, which is not supported")
 
     def nbytes(self) -> int:
         return sum(stored.nbytes() for stored in self.tensors.values())

@@ -92,7 +92,7 @@ def _header(path: str, name: str, file: IO[bytes]) -> tuple[Stored, int]:
     length = file.read(2 if version == (1, 0) else 4)
     size = int.from_bytes(length, "little")
     if size > _HEADER:  # numpy would read it all before it looks at the length
-        what = f"its header has {size:,} bytes, {_HEADER:,} at most are expected"
+        what = f"its header has {size:,} bytes, more than the expected {_HEADER:,}"
         raise FileError("HD402", f"{path}: cannot be read: {what}")
     header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     with warnings.catch_warnings():

@@ -94,7 +94,7 @@ class _Safetensors(Format):
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-(8 + len(text)) % _ALIGNMENT)
         if len(text) > _MOST:
-            what = f"the header has {len(text):,} bytes, {_MOST:,} at most are possible: names are too many"
+            what = f"the header has {len(text):,} bytes, more than the format's {_MOST:,}: there are too many names"
             raise refusal(ValueError, "HD418", what)
         os.truncate(path, 8 + len(text) + end)  # raises, if the file system has a limit on the size of files
         with path.open("r+b") as file:
@@ -116,7 +116,7 @@ def _header(path: str) -> tuple[dict[str, Raw], dict[str, str]]:
     dtypes, found = {name: dtype for dtype, name in _names_of_dtypes(SAFETENSORS.dtypes).items()}, {}
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         if entry["dtype"] not in dtypes:
-            raise FileError("HD511", f"{path}: {name}: holds dtype {entry['dtype']}, which cannot be moved")
+            raise FileError("HD511", f"{path}: {name}: holds dtype {entry['dtype']}, which is not supported")
         start = 8 + size + entry["data_offsets"][0]
         found[name] = Raw(path, start, tuple(entry["shape"]), dtypes[entry["dtype"]])
     return found, text
@@ -148,7 +148,7 @@ def _files(path: str) -> tuple[list[str], dict[str, str] | None, dict[str, Ident
     found = [os.path.join(path, name) for name in names if name.endswith(SUFFIX)]
     if not found:
         kinds = f".metadata of torch's DCP, {INDEX} or {SUFFIX} files"
-        what = "is a folder that holds no checkpoint, or an incomplete one"
+        what = "is a folder without a complete checkpoint"
         raise FileError("HD510", f"{path}: {what}: there is no {kinds}")
     if shard := next((name for name in names if _SHARD.search(name)), None):
         what = "is one of several files, whose index is missing: a save is under way, or was killed"

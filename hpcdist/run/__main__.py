@@ -110,7 +110,7 @@ def _compiled(script: str, module: bool) -> CodeType | None:
     """Return the code of a script; None for a module. An error says what is wrong with the program, before it runs."""
     name = script if module else Path(script).name
     if _LAUNCHERS.fullmatch(name):
-        text = f"{name} would start processes that are no ranks of this job: leave it out, and name the program itself"
+        text = f"{name} would start processes that are not ranks of this job: omit it, and name the program"
         raise refusal(ValueError, "HD106", text)
     if module:
         try:
@@ -130,7 +130,7 @@ def _compiled(script: str, module: bool) -> CodeType | None:
             )
         return None
     if not Path(script).is_file():
-        raise refusal(ValueError, "HD401", f"there is no file {script!r}, seen from {os.getcwd()}")
+        raise refusal(ValueError, "HD401", f"there is no file {script!r}, from {os.getcwd()}")
     try:
         return compile(Path(script).read_bytes(), os.path.abspath(script), "exec", dont_inherit=True)
     except (SyntaxError, ValueError, OSError) as error:  # ValueError: null bytes
@@ -164,7 +164,9 @@ def main() -> None:
     parser = _parser()
     args, unknown = parser.parse_known_args()
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}: leave torchrun's out, the MPI launcher has its own")
+        parser.error(
+            f"unrecognized arguments: {' '.join(unknown)}: omit torchrun's options: the MPI launcher has its own"
+        )
     code: list[CodeType | None] = []
     files: list[int] = []
     mpi4py.rc.initialize = False  # what starts MPI instead does not end it in children that the program forks

@@ -284,11 +284,11 @@ def _create(name: str, options: Any, backend_options: Any = None) -> Any:
 
 
 def _check_place(told_rank: int, told_size: int, comm: MPI.Intracomm) -> None:
-    """Check what torch was told of this rank's place against what MPI says."""
+    """Check that torch was given the rank and size that MPI has."""
     if (told_rank, told_size) != (comm.rank, comm.size):
         raise LaunchError(
             "HD106",
-            f"torch was told that this is rank {told_rank} of {told_size}, and MPI says rank {comm.rank} of {comm.size}"
+            f"torch was given rank {told_rank} of {told_size}, but MPI has rank {comm.rank} of {comm.size}"
             ": leave out rank, world_size and the variables RANK and WORLD_SIZE, or start as many processes by mpirun "
             "or srun",
         )

@@ -295,7 +295,7 @@ class WriteFile:
             rows = np.concatenate(tables)
             count, pieces = len(rows), Listed(rows[:, :n], rows[:, n:-1], dataset.shape)
             if count > MOST_PIECES:
-                what = f"was written in {count:,} boxes, {MOST_PIECES:,} at most are possible"
+                what = f"was written in {count:,} boxes, more than the possible {MOST_PIECES:,}"
                 file.fail(refusal(ValueError, "HD419", f"{dataset.name}: {what}"))
             elif dataset.nbytes() and not pieces.tile():
                 what = f"{int(pieces.sizes.sum()):,} elements were written, expected {prod(dataset.shape):,}, each once"

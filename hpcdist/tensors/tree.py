@@ -340,7 +340,7 @@ def decode(kind: str, x: Tensor, allow_pickle: bool) -> Any:
     if kind == "a":
         return bytearray(array)
     if not allow_pickle:
-        text = "received a pickle, which is not loaded unless allow_pickle=True is passed here too"
+        text = "received a pickle, which this rank loads only with allow_pickle=True"
         raise refusal(TypeError, "HD202", text)
     try:
         return pickle.loads(array.tobytes())

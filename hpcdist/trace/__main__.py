@@ -58,7 +58,7 @@ def report(trace: Trace, page: Path) -> str:
         partial(np.bincount, rows.rank, minlength=world),
         partial(np.bincount, rows.call, minlength=kinds),
     )
-    took, waited, last = (rows.end - rows.begin) / 1e9, rows.waited / 1e9, np.maximum(rows.last, 0)  # -1: nobody waited
+    took, waited, last = (rows.end - rows.begin) / 1e9, rows.waited / 1e9, np.maximum(rows.last, 0)  # -1: no waits
     caused = np.bincount(last * world + rows.rank, waited, world**2).reshape(world, world)
     waits = np.bincount(rows.call * world + last, waited, kinds * world).reshape(kinds, world)
     slowest, final = waits.argmax(1), rows.last == rows.rank
@@ -81,9 +81,9 @@ def report(trace: Trace, page: Path) -> str:
         "imbalance": of_call(rows.largest) / np.maximum(of_call(rows.payload), 1),
     }
     tables = [
-        Table("For whom the others wait", caused.sum(1), by_rank),
-        Table("Where the time goes", of_call(took), by_call),
-        Table("What a rank passes to a call", count, {"up to": map(show_bytes, 2.0**power), "calls": count}),
+        Table("Time that others waited for each rank", caused.sum(1), by_rank),
+        Table("Time in each call", of_call(took), by_call),
+        Table("Data that a rank passes to a call", count, {"up to": map(show_bytes, 2.0**power), "calls": count}),
     ]
     lines = _lines(trace, caused.sum(1), waits)
     step = -(-world // _CELLS)
@@ -106,7 +106,7 @@ def _lines(trace: Trace, caused: Any, waits: Any) -> list[str]:
     site = int(waits[:, worst].argmax())
     if caused[worst]:
         lines.append(
-            f"The others wait most for rank {worst}: {caused[worst]:.3f} of {caused.sum():.3f} s that ranks wait, "
+            f"The others wait most for rank {worst}: {caused[worst]:.3f} of {caused.sum():.3f} s of waiting, "
             f"{waits[site, worst]:.3f} s of it in {trace.calls[site]}"
         )
     lacks = {

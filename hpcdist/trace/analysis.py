@@ -1,4 +1,4 @@
-"""Read the traces of a run's ranks, and compute who waits for whom, from the ranks' arrivals at each collective."""
+"""Read the traces of a run's ranks, and compute which ranks wait for which, by their arrivals at each collective."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def _same_call(call: Entry, reports: Mapping[int, Report]) -> list[str]:
         others = [t.call.text for t in here if t.call is not None and t.call.text.split("(")[0] != verb]
         must = f"not in {call.text}: all ranks of a group must call the same"
         odd += [coded("HD601", f"rank {rank} is in {other}, {must}") for other in others if call.number > 0]
-    why = "it is the transfer that hangs (network, or file system)"
+    why = "the transfer itself hangs (network, or file system)"
     if len(ranks) > 1:
         why = f"if the differences below are a mistake, they are the cause; else {why}"
     lines = [coded("HD602", f"all its ranks have reached this call: {why}")]

@@ -263,7 +263,7 @@ class Watch:
         for record in activity.thread_records:
             call = record.current()
             if call is not None and not record.patient:
-                _show(record, coded("HD601", f"{call.text} has waited, see what rank {other} says"))
+                _show(record, coded("HD601", f"{call.text} has waited; see the output of rank {other}"))
         self._until(time.monotonic() + _PATIENCE)
         abort.job(1)  # that rank has not raised
 

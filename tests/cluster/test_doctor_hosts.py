@@ -47,12 +47,12 @@ def test_an_interface_that_is_not_there_and_a_folder_that_is_not_shared(hosts: H
     job = doctor(hosts, [1, 1], "--staging", "/tmp", "--limit", "4", GLOO_SOCKET_IFNAME="ib7")
     verdict, text, fix = finding(job, "GLOO_SOCKET_IFNAME")
     assert verdict == "broken"
-    assert text.startswith("GLOO_SOCKET_IFNAME=ib7: no such interface with an address on node1, which has ")
+    assert text.startswith("GLOO_SOCKET_IFNAME=ib7: node1 has no such interface with an address, only ")
     assert fix.startswith("unset GLOO_SOCKET_IFNAME")
     verdict, text, fix = finding(job, "staging folder")
     assert (verdict, text) == (
         "broken",
-        "/tmp: rank 1 on node2 does not see what node1 writes: it is not shared by all nodes",
+        "/tmp: rank 1 on node2 does not see files of node1: the folder is not shared by all nodes",
     )
     assert "export HPCDIST_STAGING=FOLDER" in fix
     assert job.status != 0

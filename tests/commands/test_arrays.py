@@ -442,7 +442,7 @@ def test_a_damaged_piece_is_named(more: dict[str, Any], tmp_path: Path) -> None:
     count = len(describe(str(tmp_path / "y.h5")).tensors["data"].boxes)
     np.save(tmp_path / "x.npy", WHOLE)
     good, listed, foreign = jobs(2, tmp_path, "verify y.h5", "ls y.h5 --json", "verify x.npy")
-    assert (good.status, f"y.h5: {count} pieces, 82.0 KiB: all as they were written" in good.out) == (0, True), good
+    assert (good.status, f"y.h5: {count} pieces, 82.0 KiB: all match their checksums" in good.out) == (0, True), good
     assert (foreign.status, "all can be read; there are no checksums" in foreign.out) == (0, True), foreign
     report = json.loads(listed.out)
     assert (report["kind"], report["checksums"]) == ("HDF5 file", True)

@@ -120,7 +120,7 @@ def test_every_layout_to_every_other(np_: int, made: Path, tmp_path: Path) -> No
     assert len(list(tmp_path.glob("0d-*"))) > 2
     said = [job.out.splitlines() for job in jobs[::3]]
     assert said[0][0].startswith(f"convert: DCP folder {made}/dcp: 4 files, 8 tensors, ")
-    left_out = "LEFT OUT, 2 that are no tensors: step, groups.0.lr"
+    left_out = "LEFT OUT, 2 values besides tensors: step, groups.0.lr"
     assert [INPUTS[i] for i, (_, second, *_) in enumerate(said) if second == left_out] == ["dcp", "whole.h5"]
     with safe_open("3a.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt", "who": "me"}
@@ -140,7 +140,7 @@ def test_files_of_one_writer_and_index_and_strides() -> None:
     assert (one.status, two.status) == (0, 0), one.err + two.err
     assert_same("one.safetensors", {f"model.{name}": x for name, x in held.items()})
     assert_same("two.h5", {"a": torch.arange(3), "b": torch.arange(5)})
-    assert "LEFT OUT, 1 that are no tensors: old" in two.out
+    assert "LEFT OUT, 1 value besides tensors: old" in two.out
 
 
 def test_a_pt_file_names_what_is_left_out_and_repeats_what_is_in_it_twice() -> None:
@@ -151,7 +151,7 @@ def test_a_pt_file_names_what_is_left_out_and_repeats_what_is_in_it_twice() -> N
     (job,) = convert(1, "x.pt x.safetensors")
     assert job.status == 0, job.err
     assert_same("x.safetensors", dict.fromkeys(["model/w", "ema/model/w"], torch.arange(3.0)))
-    assert "LEFT OUT, 2 that are no tensors: step, optimizer/groups" in job.out
+    assert "LEFT OUT, 2 values besides tensors: step, optimizer/groups" in job.out
 
 
 class Boom:
@@ -229,7 +229,7 @@ DAMAGES: list[tuple[str, Callable[[], object], str]] = [
     *(("dcp", partial(_change, change), message) for message, change in OF_METADATA.items()),
     ("dcp", lambda: os.unlink("__1_0.distcp"), "/__1_0.distcp: no such file"),
     ("dcp", lambda: os.truncate("__2_0.distcp", 99), "/__2_0.distcp: truncated: "),
-    ("dcp", lambda: os.unlink(".metadata"), "holds no checkpoint, or an incomplete one"),
+    ("dcp", lambda: os.unlink(".metadata"), "is a folder without a complete checkpoint"),
     ("dcp", lambda: os.truncate(".metadata", 99), "/.metadata: cannot be read: "),
     ("dcp", lambda: Path(".metadata").write_bytes(pickle.dumps(Path("x"))), "a pickle that torch.distributed."),
     ("dcp", _flip_archive, "_0.distcp: scalar: cannot be read: "),
@@ -274,7 +274,7 @@ REFUSED = {
     "dcp out.npy": "out.npy: expected a name that ends with .safetensors or .h5; dcp.load",
     "dcp out.h5 --max-shard-size 1KB": "max_shard_size is for .safetensors files",
     "dcp out.safetensors --max-shard-size much": "expected a number of bytes or text such as '5GB'",
-    "empty out.h5": "holds no checkpoint, or an incomplete one",
+    "empty out.h5": "is a folder without a complete checkpoint",
     "no.txt out.h5": "no.txt: expected a file of tensors or a checkpoint: a folder",
     "dcp new": "new: expected a name that ends with .safetensors or .h5; dcp.load(state, storage_reader=HDF5Reader(",
     "mix.pt c.h5": "mix.pt: no such file",

@@ -68,7 +68,7 @@ HEADERS = {
     framed(b"(" * 5000): "cannot be read: ",
     framed(npy(), 9): "version (9, 0) of the format is not known",
     framed(npy(), length=65535): "cannot be read: EOF",
-    framed(npy(), 2, 2**32 - 1): "its header has 4,294,967,295 bytes, 65,536 at most are expected",
+    framed(npy(), 2, 2**32 - 1): "its header has 4,294,967,295 bytes, more than the expected 65,536",
     pickle.dumps(Evil()): "cannot be read: the magic string is not correct",
 }
 

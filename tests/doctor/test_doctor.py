@@ -69,7 +69,7 @@ BROKEN: dict[str, tuple[int, dict[str, str], list[tuple[str, str, str]]]] = {
                 "MPI_THREAD_FUNNELED: async_op=True, isend and irecv are refused",
                 "MPI4PY_RC_THREAD_LEVEL",
             ),
-            ("GLOO_SOCKET_IFNAME", "no such interface with an address on", "unset GLOO_SOCKET_IFNAME"),
+            ("GLOO_SOCKET_IFNAME", "no such interface with an address", "unset GLOO_SOCKET_IFNAME"),
             ("staging folder", "/nowhere/at/all", "export HPCDIST_STAGING=FOLDER"),
         ],
     ),

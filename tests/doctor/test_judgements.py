@@ -71,7 +71,7 @@ MADE_UP = {
     "no such interface": (
         ("environ.GLOO_SOCKET_IFNAME", "ib0", 0, 1),
         "GLOO_SOCKET_IFNAME",
-        "broken: GLOO_SOCKET_IFNAME=ib0: no such interface with an address on a, which has lo, eth0, docker0 (ranks",
+        "broken: GLOO_SOCKET_IFNAME=ib0: a has no such interface with an address, only lo, eth0, docker0 (ranks",
         "unset GLOO_SOCKET_IFNAME",
     ),
     "shm of docker": (
@@ -107,7 +107,7 @@ MADE_UP = {
     "not shared": (
         ("sees", False, 2, 3),
         "staging folder",
-        "broken: /scratch: rank 2 on b does not see what a writes: it is not shared by all nodes",
+        "broken: /scratch: rank 2 on b does not see files of a: the folder is not shared by all nodes",
         "export HPCDIST_STAGING=",
     ),
     "no space": (
@@ -207,7 +207,7 @@ MADE_UP = {
     "slow link": (
         ("pair", {"host": "b", "rate": 1e9}, 0),
         "bandwidth between nodes",
-        "warning: 1000 MB/s to b through MPI, where InfiniBand promises 25000 (rank 0 on a)",
+        "warning: 1000 MB/s to b through MPI, but the rate of InfiniBand is 25000 (rank 0 on a)",
         "export UCX_NET_DEVICES",
     ),
     "InfiniBand down": (
@@ -450,7 +450,7 @@ def test_the_report() -> None:
         "warning b       slow",
         "          fix:  speed it up",
         "ok      job     a, c",
-        "1 broken, 1 warning, 2 ok (--verbose shows what was found)",
+        "1 broken, 1 warning, 2 ok (--verbose shows details)",
     ]
     assert report(findings, [], False, verbose=True).splitlines()[4:] == [
         "ok      a       fine",

@@ -212,7 +212,7 @@ def test_what_is_no_program_is_refused(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(text)
     cases = {
-        ("absent.py",): "there is no file 'absent.py', seen from .* .HD401.",
+        ("absent.py",): "there is no file 'absent.py', from .* .HD401.",
         (".",): "there is no file '.', .* .HD401.",
         ("script.sh",): "script.sh is not a program in Python: .*HD402.",
         ("binary",): "binary is not a program in Python: .*HD402.",
@@ -237,7 +237,7 @@ def test_what_is_no_program_is_refused(tmp_path: Path) -> None:
         ("-m", "torch.distributed.run", "program.py"): "would start processes .*HD106.",
         ("--rank-output", "file", "program.py"): "--rank-output file: .*HD410.",
         ("--rank-output", "taken", "program.py"): "--rank-output taken: Is a directory .HD410.",  # for rank 1 alone
-        ("--nproc-per-node", "2", "program.py"): "unrecognized arguments: --nproc-per-node: leave torchrun's out, ",
+        ("--nproc-per-node", "2", "program.py"): "unrecognized arguments: --nproc-per-node: omit torchrun's options: ",
         ("--no-such",): "required: SCRIPT .see",
         (): "required: SCRIPT .see",
     }

@@ -269,7 +269,7 @@ except hd.RankError:
 """,
     )
     assert job.status == 0, job.err
-    assert job.err.count("hpcdist: concat() failed, but was never waited for: RankError('concat() was refused") == 2
+    assert job.err.count("hpcdist: concat() failed, and wait() was not called: RankError('concat() was refused") == 2
 
 
 @pytest.mark.once

@@ -279,6 +279,6 @@ def test_a_failure_is_reported_if_nobody_waits(tmp_path: Path) -> None:
     """
     job = mpirun(2, code=code)
     assert job.status == 0, job
-    assert job.err.count("hpcdist: staging.save() failed, but was never waited for: RankError(") == 2, job.err
+    assert job.err.count("hpcdist: staging.save() failed, and wait() was not called: RankError(") == 2, job.err
     assert "no folder" in job.err
     assert os.listdir(tmp_path) == ["x.h5"]

@@ -244,7 +244,7 @@ def _index(folder: Path, where: dict[str, str]) -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "empty": (lambda f: None, "holds no checkpoint"),
+    "empty": (lambda f: None, "without a complete checkpoint"),
     "torch's folder": (lambda f: (f / ".metadata").write_bytes(b""), ".metadata: cannot be read"),
     "parts of tensors": (
         lambda f: save_file({"x": torch.ones(2)}, f / "a.safetensors", {"DCP_SHARDING_INFO": "{}"}),

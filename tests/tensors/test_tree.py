@@ -330,7 +330,7 @@ def test_pickle_only_if_both_sides_ask() -> None:
     masked = _round_trip(np.ma.masked_array([1, 2], [True, False]), allow_pickle=True)
     assert masked.mask.tolist() == [True, False]
     parts = tree.flatten({1, 2}, allow_pickle=True)
-    with pytest.raises(TypeError, match=r"received a pickle, which is not loaded unless allow_pickle=True"):
+    with pytest.raises(TypeError, match=r"received a pickle, which this rank loads only with allow_pickle=True"):
         tree.rebuild(parts.spec, lambda kind, i: tree.decode(kind, parts.tensors[i], False))
 
 

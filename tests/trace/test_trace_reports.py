@@ -115,7 +115,7 @@ def test_the_report_names_the_slow_rank_first(tmp_path: Path, capsys: pytest.Cap
     first, second, *_ = lines = out.splitlines()
     assert first == f"train.py --fast: 3 ranks on 2 nodes, 9.401 s, run {JOB}; clocks agree within 1.4 us"
     assert first == f"train.py --fast: 3 ranks on 2 nodes, 9.401 s, run {JOB}; clocks agree within 1.4 us"
-    assert second == f"The others wait most for rank 2: 8.000 of 8.000 s that ranks wait, 8.000 s of it in {CONCAT}"
+    assert second == f"The others wait most for rank 2: 8.000 of 8.000 s of waiting, 8.000 s of it in {CONCAT}"
     assert [line.split() for line in lines[5:8]] == [
         ["2", "8.000", "0.000", "0.010", "2.0", "KiB"],
         ["0", "0.000", "4.000", "4.010", "1000", "B"],
@@ -178,9 +178,7 @@ def test_a_rank_that_never_arrives_is_the_one_that_is_waited_for(
         with open(tmp_path / f"trace-{JOB}-rank-{rank}.jsonl", "a") as file:
             file.write(f"[1, {2**61}, 11, null, 7, {START + (20 + rank) * 10**9}, null, 8]\n")
     out, _, _ = run(capsys, tmp_path)
-    second = (
-        "The others wait most for rank 1: 78.000 of 86.000 s that ranks wait, 78.000 s of it in gather at train.py:15"
-    )
+    second = "The others wait most for rank 1: 78.000 of 86.000 s of waiting, 78.000 s of it in gather at train.py:15"
     assert out.splitlines()[1:3] == [second, "ranks 0-2: ended early, see the job's message"]
     trace = read(tmp_path)
     assert [(row.rank, row.last, row.waited) for row in trace.rows[trace.rows.call == 1]] == [

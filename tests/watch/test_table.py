@@ -95,7 +95,7 @@ def test_what_is_said_of_them() -> None:
     ]
     same = verdict(CALL, [], {0: report(0, CALL), 1: report(1, CALL)}).splitlines()
     assert same == [
-        "all its ranks have reached this call: it is the transfer that hangs (network, or file system) [HD602]",
+        "all its ranks have reached this call: the transfer itself hangs (network, or file system) [HD602]",
         "ranks 0, 1: in concat() at train.py:12",
     ]
     assert (
@@ -169,8 +169,8 @@ def test_the_tensors_of_a_call_that_hangs() -> None:
         reports[rank].threads[0].tensors = f"{8192 - rank // 2} x torch.float32"
     reports[3] = report(3, CALL._replace(number=6, text="send() at train.py:13"), CALL)
     assert verdict(CALL, [], reports).splitlines() == [
-        "all its ranks have reached this call: if the differences below are a mistake, they are the cause; else it is "
-        "the transfer that hangs (network, or file system) [HD602]",
+        "all its ranks have reached this call: if the differences below are a mistake, they are the cause; else "
+        "the transfer itself hangs (network, or file system) [HD602]",
         "ranks 0, 1: in concat() at train.py:12, of 8192 x torch.float32",
         "rank 2: in concat() at train.py:12, of 8191 x torch.float32",
         "rank 3: in send() at train.py:13",
