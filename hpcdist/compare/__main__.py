@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import repeat
@@ -13,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from hpcdist.compare.byhand import CONTENDERS, DTYPES, VERBS, Case
 from hpcdist.compare.timing import Timing, measure
 from hpcdist.control import objects
 from hpcdist.errors import FileError, InputError
-from hpcdist.formats.paths import file_errors, write_errors, write_text
+from hpcdist.formats.paths import check_target, file_errors, write_errors, write_text
 from hpcdist.runtime.cli import progress, run
 from hpcdist.runtime.commandline import Parser, path, plural, show_bytes
 from hpcdist.runtime.page import Table, render, write
@@ -41,10 +43,12 @@ _LIKE = {
     "gather": "gather",
     "split": "split",
 }
+_ROUNDS = 30  # samples of each way, at most
 _MOST = 8  # cases of a trace: those that take most time
-_KINDS = {"hpcdist": "hpcdist", "mpi4py": "mpi4py by hand", "torch": "torch by hand"}  # first words of the contenders
+_KINDS = {"hpcdist": "hpcdist", "mpi4py": "mpi4py by hand", "torch": "torch idioms"}  # first words of the contenders
 _COLOURS = {"hpcdist": "#1f5fa8", "mpi4py": "#8d99a8", "torch": "#c3cad3"}
-Group = tuple[str, list[tuple[str, str, Timing]]]  # of the picture: a title, and a label, kind and timing for each bar
+Bar = tuple[str, str, Timing, str]  # label, colour, timing, its text
+Group = tuple[str, list[Bar]]  # of the picture: a title, and bars
 Report = tuple[list[str], list[Table], list[Group]]  # sentences, a table for each case, and what is drawn
 
 
@@ -68,6 +72,7 @@ def main(world: World, args: argparse.Namespace) -> int:
 
 def _asked(args: argparse.Namespace, size: int) -> list[str]:
     """Return the lines of the cases, which parse() takes."""
+    check_target(args.output, 0)
     if args.like:
         return _traced(Path(args.like), size)
     lines = _SHAPES
@@ -131,10 +136,18 @@ def _measured(world: World, args: argparse.Namespace, lines: list[str]) -> dict[
     for line in progress(lines, world, "compare"):
         verb, dtype, shapes = parse(line, world.world_size)
         case = Case(world.comm, verb, DTYPES[dtype], shapes, world.device, group)
-        timings = measure(CONTENDERS, case, args.rounds, args.seconds / len(lines))
+        timings = measure(CONTENDERS, case, _ROUNDS, args.seconds / len(lines))
         cases.append({"case": line, "nbytes": sum(case.nbytes), "timings": [asdict(timing) for timing in timings]})
         del case  # frees its memory before the next one is made
-    return {"format": FORMAT, "machine": f"{plural(world.world_size, 'rank')}", "cases": cases}
+    return {"format": FORMAT, "machine": _machine(world), "cases": cases}
+
+
+def _machine(world: World) -> str:
+    from mpi4py import MPI
+
+    vendor, version = MPI.get_vendor()
+    where = f"{plural(world.world_size, 'rank')} on {plural(world.nodes, 'node')}, {world.device.type}"
+    return f"{vendor} {'.'.join(map(str, version))}, torch {torch.__version__}, {where}"
 
 
 def load(name: str) -> dict[str, Any]:
@@ -168,81 +181,67 @@ def _shown(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.4g} ms"
 
 
-def _times(values: Iterable[float]) -> str:
-    low, high = f"{min(values := [*values]):.2f}", f"{max(values):.2f}"
-    return low if low == high else f"{low} to {high}"
+def _times(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return f"{low} times" if low == high else f"{low} to {high} times"
 
 
 def _alone(record: dict[str, Any]) -> Report:
-    """Return the report of the cases."""
-    tables, groups, shares = list[Table](), list[Group](), dict[str, list[float]]()
+    """Return the report of a measurement."""
+    tables, groups, shares = list[Table](), list[Group](), defaultdict[str, list[float]](list)
     for case, timings in _results(record).items():
-        best = _best(timings)
-        ours = best["hpcdist"].seconds.median
-        for kind, timing in best.items():
-            shares.setdefault(kind, []).append(timing.seconds.median / ours)
         timed = sorted((t for t in timings if t.rounds), key=lambda t: t.seconds.median)
-        medians = np.array([timing.seconds.median for timing in timed])
+        medians, best = np.array([timing.seconds.median for timing in timed]), _best(timed)
+        ours, bars = best["hpcdist"].seconds.median, list[Bar]()
+        for kind, timing in best.items():
+            times = timing.seconds.median / ours
+            shares[kind].append(times)
+            text = "" if kind == "hpcdist" else f", {times:.3g} x"
+            bars.append((_KINDS[kind], _COLOURS[kind], timing, f"{_shown(timing.seconds.median)}{text}"))
         columns = {
             "": [timing.name for timing in timed],
             "median": map(_shown, medians),
-            "quartiles": (f"{_shown(t.seconds.low)} to {_shown(t.seconds.high)}" for t in timed),
             "hpcdist = 1": medians / ours,
+            "quartiles": (f"{_shown(t.seconds.low)} to {_shown(t.seconds.high)}" for t in timed),
         }
         tables.append(Table(case, medians, columns, largest=False))
-        groups.append((case, [(_KINDS[kind], kind, timing) for kind, timing in best.items()]))
-    others = ", ".join(
-        f"{_KINDS[kind]} takes {_times(shares[kind])}" for kind in _KINDS if kind in shares and kind != "hpcdist"
-    )
-    return [record["machine"], f"Times of the fastest way of each kind, hpcdist = 1: {others}"], tables, groups
+        groups.append((case, bars))
+    others = [kind for kind in reversed(_KINDS) if kind != "hpcdist"]
+    long = (f"the fastest of {_KINDS[kind]} takes {_times(shares[kind])} as long" for kind in others)
+    line = f"Compared with hpcdist, {'; '.join(long)}"
+    return [f"{record['machine']}, {plural(len(tables), 'case')}", line], tables, groups
 
 
 def _against(names: list[str]) -> Report:
-    """Return the same for two files: how the second differs from the first."""
+    """Return the report of two files: how the second differs from the first."""
     old, new = map(_results, map(load, names))
     first, second = (Path(name).stem for name in names) if Path(names[0]).stem != Path(names[1]).stem else names
-    tables, groups, changes, shares = list[Table](), list[Group](), list[str](), list[float]()
+    tables, groups, verdicts, shares = list[Table](), list[Group](), list[str](), list[float]()
     for case in filter(new.__contains__, old):
-        found = {timing.name: timing for timing in new[case] if timing.rounds}
-        pairs = {t.name: (t.seconds, found[t.name].seconds) for t in old[case] if t.rounds and t.name in found}
+        found = {timing.name: timing.seconds for timing in new[case] if timing.rounds}
+        pairs = {t.name: (t.seconds, found[t.name]) for t in old[case] if t.rounds and t.name in found}
         ratios = np.array([b.median / a.median for a, b in pairs.values()])
-        verdicts = ["faster" if b.high < a.low else "slower" if b.low > a.high else "" for a, b in pairs.values()]
+        changes = ["faster" if b.high < a.low else "slower" if b.low > a.high else "" for a, b in pairs.values()]
         columns = {
             "": pairs,
-            first: (_shown(a.median) for a, _ in pairs.values()),
-            second: (_shown(b.median) for _, b in pairs.values()),
+            first: [_shown(a.median) for a, _ in pairs.values()],
+            second: [_shown(b.median) for _, b in pairs.values()],
             "ratio": ratios,
-            "beyond the noise": verdicts,
+            "beyond noise": changes,
         }
         tables.append(Table(case, ratios, columns, largest=False))
-        best = [(label, _best(results[case])) for label, results in ((first, old), (second, new))]
-        groups.append((case, [(f"{_KINDS[k]}, {label}", k, of[k]) for k in _KINDS for label, of in best if k in of]))
-        shares.append(best[1][1]["hpcdist"].seconds.median / best[0][1]["hpcdist"].seconds.median)
-        changes += verdicts
+        best = {first: _best(old[case]), second: _best(new[case])}
+        bars = [(f"{_KINDS[kind]}, {label}", kind, of[kind]) for kind in _KINDS for label, of in best.items()]
+        groups.append((case, [(label, _COLOURS[kind], t, _shown(t.seconds.median)) for label, kind, t in bars]))
+        shares.append(best[second]["hpcdist"].seconds.median / best[first]["hpcdist"].seconds.median)
+        verdicts += changes
     if not tables:
         raise InputError("HD505", f"{' and '.join(names)}: expected files with a case in common")
-    lines = [
-        f"{second} against {first}: {plural(len(tables), 'case')}",
-        f"hpcdist takes {_times(shares)} of its time in {first}. Beyond the noise (quartiles apart), "
-        f"{changes.count('faster')} of {len(changes)} ways are faster and {changes.count('slower')} slower.",
-    ]
-    return lines, tables, groups
-
-
-def _bars(group: Group) -> tuple[str, list[tuple[Any, ...]]]:
-    """Return a title, and for each bar: label, colour, median and quartiles as shares of the longest, texts."""
-    title, bars = group
-    most = max(timing.seconds.median for *_, timing in bars)
-    return title, [
-        (
-            label,
-            _COLOURS[kind],
-            *(min(x / most, 1.1) for x in timing.seconds),
-            _shown(timing.seconds.median),
-            timing.name,
-        )
-        for label, kind, timing in bars
-    ]
+    line = (
+        f"hpcdist takes {_times(shares)} its time in {first}. Beyond the noise (quartiles apart), "
+        f"{verdicts.count('faster')} of {len(verdicts)} ways are faster and {verdicts.count('slower')} slower"
+    )
+    return [f"{second} against {first}: {plural(len(tables), 'case')}", line], tables, groups
 
 
 def _png(path: Path, title: str, groups: list[Group]) -> str:
@@ -250,21 +249,23 @@ def _png(path: Path, title: str, groups: list[Group]) -> str:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return "no PNG: matplotlib is not installed; pip install 'hpcdist[bench]'"
+        return "no PNG: matplotlib is not installed (pip install 'hpcdist[bench]')"
     figure = Figure(figsize=(7, 0.4 + sum(0.5 + 0.22 * len(bars) for _, bars in groups)), layout="constrained")
     figure.suptitle(title, fontsize=9)
     panels = figure.subplots(len(groups), squeeze=False, height_ratios=[1 + len(bars) for _, bars in groups])
-    for panel, (case, bars) in zip(panels[:, 0], map(_bars, groups), strict=True):
+    for panel, (case, bars) in zip(panels[:, 0], groups, strict=True):
         panel.set_title(case[:90], fontsize=8, loc="left")
         panel.invert_yaxis()
-        panel.set(xlim=(0, 1.3), xticks=[])
-        panel.spines[:].set_visible(False)
-        for row, (_, colour, median, low, high, text, *_) in enumerate(bars):
-            panel.barh(row, median, color=colour)
-            panel.hlines(row, low, high, color="black", linewidth=0.8)
-            panel.text(max(median, high) + 0.02, row, text, va="center", fontsize=8)
-        panel.set_yticks(range(len(bars)), [bar[0] for bar in bars], fontsize=8)
-    figure.savefig(path, dpi=150)
+        panel.set_axis_off()
+        most = max(timing.seconds.high for _, _, timing, _ in bars)
+        for row, (label, colour, timing, text) in enumerate(bars):
+            panel.barh(row, timing.seconds.median / most, color=colour)
+            panel.hlines(row, timing.seconds.low / most, timing.seconds.high / most, color="black", linewidth=0.8)
+            panel.text(timing.seconds.high / most + 0.02, row, text, va="center", fontsize=8)
+            panel.text(-0.02, row, label, va="center", ha="right", fontsize=8)
+        panel.set_xlim(-0.3, 1.3)
+    with write_errors(path):
+        figure.savefig(path, dpi=150)
     return str(path)
 
 
@@ -272,14 +273,13 @@ def _reported(args: argparse.Namespace, record: dict[str, Any]) -> str:
     """Write the files, and return the report for a terminal."""
     target = Path(args.output)
     lines, tables, groups = _against(args.files) if args.files else _alone(record)
-    picture = render(Path(__file__).with_name("bars.html.j2"), groups=[*map(_bars, groups)])
+    picture = render(Path(__file__).with_name("bars.html.j2"), groups=groups)
     written = [str(target.with_suffix(".html"))]
     if not args.files:
         write_text(target, json.dumps(record, indent=1) + "\n")
         written.append(str(target))
     write(written[0], lines, picture, tables)
-    with write_errors(target.with_suffix(".png")):
-        written.append(_png(target.with_suffix(".png"), lines[1], groups))
+    written.append(_png(target.with_suffix(".png"), lines[0], groups))
     return "\n\n".join(["\n".join(lines), *map(str, tables), f"written: {', '.join(written)}"])
 
 
@@ -307,8 +307,7 @@ def parser() -> Parser:
         "-o", "--output", type=path, default="compare.json", metavar="FILE",
         help="JSON file to write; .html and, with matplotlib, .png are beside it (default compare.json)",
     )  # fmt: skip
-    p.add_argument("--seconds", type=float, default=60, help="target duration (default 60)")
-    p.add_argument("--rounds", type=int, default=30, help="samples of each way at most (default 30)")
+    p.add_argument("--seconds", type=int, default=60, help="target duration (default 60)")
     return p
 
 
