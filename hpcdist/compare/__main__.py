@@ -109,15 +109,18 @@ def _traced(folder: Path, size: int) -> list[str]:
     trace = read(folder)
     if (world := trace.headers[0].world_size) != size:
         raise InputError("HD505", f"{folder}: is of {plural(world, 'rank')}; compare on as many")
-    verbs = [_LIKE.get(re.split(r"\W", name)[0], "") for name in trace.calls]
+    names = [re.split(r"\W", call)[0] for call in trace.calls]
     rows = trace.rows[trace.rows.number > 0]
     rows = rows[np.lexsort((rows.rank, rows.number, rows.group))]
     first = np.flatnonzero(np.diff(rows.group, prepend=-1) | np.diff(rows.number, prepend=-1))
     cost = dict[str, int]()
     for i, n in zip(first, np.diff(first, append=len(rows)), strict=True):
         call, counts = rows[i : i + n], rows.payload[i : i + n].tolist()
-        if n < size or not (verb := verbs[call.call[0]]) or not any(counts):
+        verb = _LIKE.get(name := names[call.call[0]])
+        if n < size or verb is None or not any(counts):
             continue
+        if name != verb:  # the bytes of torch's calls are those of input and output
+            counts = [count - sum(counts) // (size + 1) for count in counts]
         if verb == "split":  # the trace has the root's bytes only
             counts = [sum(counts) // size]
         dtype, itemsize = ("int64", 8) if all(count % 8 == 0 for count in counts) else ("uint8", 1)

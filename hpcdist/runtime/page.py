@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ _ROWS = 16  # of a table
 class Table:
     """The rows of `columns` with the largest `bars`, or in their own order; the page draws the bars."""
 
-    def __init__(self, title: str, bars: Any, columns: dict[str, Iterable[Any]], largest: bool = True) -> None:
+    def __init__(self, title: str, bars: Any, columns: Mapping[str, Iterable[Any]], largest: bool = True) -> None:
         order = np.argsort(-bars if largest else 0 * bars, kind="stable")[:_ROWS]
         rows = [*zip(*columns.values(), strict=True)]
         self.title = f"{title} (the first {_ROWS} of {len(rows)})" if len(rows) > _ROWS else title

@@ -1,0 +1,137 @@
+"""hpcdist compare: a run of small cases and its files, two files compared, a trace, and bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import commands, mpirun
+
+COMPARE = "hpcdist.compare"
+SHAPES = """
+concat float32 8x3 2x3   # the last shape is that of all further ranks
+
+gather int64 5
+split bfloat16 0x2 9x2
+redistribute uint8 4x7
+"""
+
+
+class Parts(HTMLParser):
+    """What a page loads from elsewhere, and its elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loads += [str(value) for name, value in attrs if name in ("src", "href")]
+
+
+def test_a_run_and_two_files(tmp_path: Path) -> None:
+    (tmp_path / "shapes.txt").write_text(SHAPES)
+    (one,) = commands(2, [COMPARE, "--shapes", "shapes.txt", "-o", "old.json", "--seconds", 0], cwd=tmp_path)
+    assert (one.status, one.err) == (0, ""), one
+    record = json.loads((tmp_path / "old.json").read_text())
+    assert record["format"] == "hpcdist compare 1" and "2 ranks on 1 node" in record["machine"]
+    lines = [line.partition("#")[0].strip() for line in SHAPES.splitlines()]
+    assert [case["case"] for case in record["cases"]] == [*filter(None, lines)]
+    assert [case["nbytes"] for case in record["cases"]] == [120, 80, 36, 56]
+    for case in record["cases"]:
+        names = {timing["name"]: timing for timing in case["timings"]}
+        assert len(names) == 9 and {name.split()[0].rstrip(",") for name in names} == {"hpcdist", "mpi4py", "torch"}
+        for name, timing in names.items():
+            assert (timing["skipped"] is None) == (len([s for s in timing["samples"] if s]) >= 5), timing
+            assert not timing["skipped"] or name in ("torch, sizes known", "mpi4py, counts exchanged, new memory")
+            assert one.out.count(f"\n{name}  ") == sum(
+                t["skipped"] is None for c in record["cases"] for t in c["timings"] if t["name"] == name
+            )
+    page = Parts()
+    page.feed((tmp_path / "old.html").read_text())
+    assert page.loads == [] and page.tags.count("svg") == 1 and page.tags.count("table") == 4
+    assert page.tags.count("rect") == 12  # three kinds in four cases
+    assert (tmp_path / "old.png").exists() or "no PNG: matplotlib is not installed" in one.out
+
+    for case in record["cases"][:2]:
+        for timing in case["timings"]:
+            timing["samples"] = [sample and sample / 1000 for sample in timing["samples"]]
+    record["cases"].pop()
+    (tmp_path / "new.json").write_text(json.dumps(record))
+    before = (tmp_path / "new.json").read_text()
+    (two,) = commands(1, [COMPARE, "old.json", "new.json", "-o", "both.json"], cwd=tmp_path)
+    assert (two.status, two.err) == (0, ""), two
+    assert two.out.startswith("new against old: 3 cases\nhpcdist takes 0.00 to 1.00 times its time in old.")
+    faster = len(re.findall(r" 0.001 +faster$", two.out, re.MULTILINE))
+    assert faster == sum(t["skipped"] is None for case in record["cases"][:2] for t in case["timings"]) > 12
+    assert " and 0 slower\n" in two.out and not (tmp_path / "both.json").exists()
+    assert (tmp_path / "both.html").exists() and (tmp_path / "new.json").read_text() == before
+
+
+PROGRAM = """
+    import torch, hpcdist as hd, torch.distributed as dist
+    with hd.init(trace="traces") as world:
+        for step in range(3):
+            hd.concat(torch.ones(10 + 90 * world.rank, 2))
+            hd.split(torch.ones(7) if world.rank == 0 else None)
+            hd.gather(torch.ones(0))
+            hd.redistribute(torch.ones(4, 4), hd.Split(0), hd.Split(1))
+            dist.all_gather([torch.ones(3, dtype=torch.uint8) for _ in range(2)], torch.ones(3, dtype=torch.uint8))
+"""
+
+
+def test_the_calls_of_a_trace(tmp_path: Path) -> None:
+    job = mpirun(2, code=PROGRAM, cwd=tmp_path)
+    assert job.status == 0, job
+    like = [COMPARE, "--like", "traces", "--seconds", 0]
+    (found,) = commands(2, like, cwd=tmp_path)
+    assert (found.status, found.err) == (0, ""), found
+    cases = [case["case"] for case in json.loads((tmp_path / "compare.json").read_text())["cases"]]
+    assert sorted(cases) == ["concat int64 10 100", "concat uint8 3", "split uint8 14"]
+    (other,) = commands(1, like, cwd=tmp_path)
+    assert other.status == 2 and "traces: is of 2 ranks; compare on as many [HD505]" in other.err
+
+
+BAD: dict[str, tuple[list[Any], str]] = {
+    "one file": (["a.json"], r"expected two files.* \[HD505\]"),
+    "no such file": (["a.json", "b.json"], r"a.json: no such file \[HD401\]"),
+    "another kind": (["other.json", "other.json"], r"other.json: is not in 'hpcdist compare 1' \[HD402\]"),
+    "not JSON": (["shapes.txt", "other.json"], r"shapes.txt: cannot be read: .* \[HD402\]"),
+    "nothing in common": (["empty.json", "empty.json"], r"a case in common \[HD505\]"),
+    "a verb": (["--shapes", "shapes.txt"], r"'scan float32 3': expected concat or .* \[HD505\]"),
+    "no case": (["--shapes", "none.txt"], r"none.txt: has no case \[HD505\]"),
+    "no shapes": (["--shapes", "missing.txt"], r"missing.txt: no such file \[HD401\]"),
+    "no trace": (["--like", "missing"], r"missing: no call was traced.* \[HD401\]"),
+    "no folder": (["-o", "missing/a.json"], r"missing.* \[HD4\d\d\]"),
+}
+
+
+def test_bad_input_is_one_line_with_a_code(tmp_path: Path) -> None:
+    (tmp_path / "shapes.txt").write_text("concat float32 3\nscan float32 3\n")
+    (tmp_path / "none.txt").write_text("# nothing\n")
+    (tmp_path / "other.json").write_text('{"format": "hpcdist tune 1"}')
+    (tmp_path / "empty.json").write_text('{"format": "hpcdist compare 1", "cases": []}')
+    found = commands(2, *([COMPARE, *words] for words, _ in BAD.values()), cwd=tmp_path)
+    for job, (_, expected) in zip(found, BAD.values(), strict=True):
+        assert (job.status, job.out, job.err.count("\n")) == (2, "", 1), job
+        assert re.search(expected, job.err), job.err
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    "line",
+    ["concat", "concat float32", "concat float32 3y", "concat float32 -3", "concat complex64 3",
+     "concat float32 3x2 3x4", "concat float32 3 3 3", "redistribute float32 3", "concat float32 3 x"],
+)  # fmt: skip
+def test_bad_lines(line: str) -> None:
+    from hpcdist.compare.__main__ import parse
+    from hpcdist.errors import InputError
+
+    assert parse("concat float32 3x2 0x2", 3) == ("concat", "float32", [[3, 2], [0, 2], [0, 2]])
+    with pytest.raises(InputError, match=r"HD505"):
+        parse(line, 2)

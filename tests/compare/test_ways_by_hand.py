@@ -1,0 +1,98 @@
+"""hpcdist.compare: every way to write a call gives what plain indexing gives, and a wrong one is found; the rounds."""
+
+from __future__ import annotations
+
+import time
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
+
+import hpcdist as hd
+from hpcdist.compare.byhand import CONTENDERS, DTYPES, VERBS, Case
+from hpcdist.compare.timing import Contender, check, measure
+from hpcdist.errors import HpcdistError
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(scope="module")
+def gloo(world: hd.World) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return group
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_all_give_the_same(verb: str, world: hd.World, gloo: dist.ProcessGroup) -> None:
+    findings = Findings(world.comm)
+    p = world.world_size
+    for dtype, rows in product(DTYPES.values(), ([3] * p, [7 * r % 5 for r in range(p)], [5] + [0] * (p - 1))):
+        case = Case(world.comm, verb, dtype, [[n, 40, 3] for n in rows], group=gloo)
+        for contender in CONTENDERS:
+            if not contender.unsupported(case):
+                case.reset()
+                got, context = contender.call(case), f"{contender.name}, {verb} {dtype} {rows}"
+                findings.check((got is None) == (case.expected is None), context)
+                if case.expected is not None:
+                    findings.same(got, case.expected, context)
+                findings.check(case.intact(), f"input of {context}")
+    findings.settle()
+
+
+def test_values_are_global_indices(world: hd.World) -> None:
+    p, me = world.world_size, world.rank
+    case = Case(world.comm, "redistribute", torch.int64, [[2, p] for _ in range(p)])
+    assert_on_all_ranks(world.comm, case.x.flatten().tolist() == list(range(2 * p * me, 2 * p * (me + 1))))
+    assert_on_all_ranks(world.comm, case.expected.flatten().tolist() == list(range(me, 2 * p * p, p)))
+    large = Case(world.comm, "concat", torch.bfloat16, [[300]] * p)
+    assert_on_all_ranks(world.comm, large.expected.tolist() == [i % 255 for i in range(300 * p)])
+
+
+def test_wrong_data_on_one_rank_end_it_on_all(world: hd.World) -> None:
+    """Wrong results, none, and changed inputs: on the last rank alone."""
+    last = world.rank == world.world_size - 1
+
+    def late(case: Case) -> Any:
+        return case.expected.roll(int(last))
+
+    def nothing(case: Case) -> Any:
+        return None if last else case.expected
+
+    def changes(case: Case) -> Any:
+        case.x += int(last)
+        return case.expected
+
+    for call in (late, nothing, changes):
+        case = Case(world.comm, "concat", torch.float32, [[4]] * world.world_size)
+        error = raises_on_all_ranks(world.comm, HpcdistError, lambda c=call, of=case: check(Contender("x", c), of))
+        found = f"'x' gave wrong data, or changed its input, on rank {world.world_size - 1} [HD901]"
+        assert_on_all_ranks(world.comm, found in str(error), error)
+
+
+def test_rounds_are_interleaved_alike_on_all_ranks(world: hd.World) -> None:
+    """The cost is the slowest rank's; a slow contender has fewer rounds; what is not supported is not called."""
+    order = list[str]()
+
+    def call(name: str, ms: int) -> Contender:
+        def step(case: Case) -> Any:
+            order.append(name)
+            if world.rank == 0:
+                time.sleep(ms / 1e3)
+            return case.expected
+
+        return Contender(name, step)
+
+    ways = [call("a", 5), call("b", 5), call("c", 40), Contender("d", lambda case: 1 / 0, lambda case: "not here")]
+    case = Case(world.comm, "concat", torch.float32, [[4]] * world.world_size)
+    timings = measure(ways, case, 20, 0.8)
+    assert_on_all_ranks(world.comm, world.comm.allgather(order) == [order] * world.world_size, "order")
+    assert_on_all_ranks(world.comm, world.comm.allgather(timings) == [timings] * world.world_size, "timings")
+    a, b, c, d = timings
+    assert_on_all_ranks(world.comm, d.skipped == "not here" and d.rounds == 0, d)
+    assert_on_all_ranks(world.comm, c.seconds.median >= 0.04 and a.seconds.median >= 0.005, timings)
+    assert_on_all_ranks(world.comm, c.rounds <= b.rounds and a.rounds >= 5, timings)
+    mixed = "".join(order)
+    assert_on_all_ranks(world.comm, "ab" in mixed and "ba" in mixed, mixed)
