@@ -203,7 +203,7 @@ class Compressor:
     dtype: torch.dtype | None
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return what is sent, and what decompress() needs."""
+        """Return the tensor to send, and the data that decompress() needs."""
         return tensor.to(self.dtype) if self.dtype and tensor.is_floating_point() else tensor, tensor.dtype
 
     def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:
@@ -267,7 +267,7 @@ class Operation:
         return None
 
     def request(self) -> dict[str, Any]:
-        """What the other ranks must know: what must agree, and rows, which need not."""
+        """The description for the other ranks: values that must agree, and rows, which need not."""
         pair, ragged = self.kind == "alltoall", self.kind in ("allgather", "alltoall")
         rows = self.tensors[1].tolist() if pair else [len(x) for x in self.tensors if ragged]
         xs = self.tensors[:1] if pair else self.tensors
@@ -376,7 +376,7 @@ def join(device: int = -1) -> int:
 
 
 def _round(process_set: ProcessSet, waits: str | None) -> None:
-    """Run what all ranks have submitted. `waits` is what this rank waits for; None in join()."""
+    """Run the operations that all ranks have submitted. `waits` is the one that this rank waits for; None in join()."""
     pending = process_set.pending
     mine = json.dumps([waits, {name: one.request() for name, one in pending.items()}], default=float) + "\n"
     try:
@@ -552,11 +552,11 @@ def sparse_allreduce_async(
     return result
 
 
-# The optimizer, and what a training broadcasts at its start
+# The optimizer, and the broadcasts at the start of a training
 
 
 class _Distributed(torch.optim.Optimizer):
-    """What an optimizer gets: gradients are reduced before its step."""
+    """The methods added to an optimizer: it reduces gradients before its step."""
 
     process_set: ProcessSet
     _parameter_names: dict[Tensor, str]

@@ -80,7 +80,7 @@ class Process(NamedTuple):
 
 
 def nbytes_of(x: Any) -> int:
-    """Return the bytes of the tensors in nested lists, tuples and dicts; 0 for what does not have any."""
+    """Return the bytes of the tensors in nested lists, tuples and dicts; 0 for an object without tensors."""
     try:
         found = getattr(x, "nbytes", None)
     except Exception:  # any object of the user's
@@ -206,7 +206,7 @@ class SharedRecord:
         return [ThreadRecord(self._memory, first + i * _RECORD_SIZE) for i in range(_THREADS)]
 
     def read(self, local_rank: int) -> Process:
-        """Return what a rank of this node has written. A text that is being written may be torn."""
+        """Return the record of a rank of this node. If the rank is writing a text, the text may be torn."""
         at = local_rank * _SLOT_SIZE
         pid, since, state = _HEAD.unpack_from(self._memory, at)
         first = at + _HEAD.size
@@ -268,7 +268,7 @@ def start(record: SharedRecord | None, local_rank: int = 0) -> None:
 
 
 def refuse(error: Callable[[], Exception] | None) -> None:
-    """Record no calls from now on; if `error` is given, calls raise what it makes."""
+    """Record no calls from now on; if `error` is given, calls raise the error that it returns."""
     global _refusal
     start(None)
     _refusal = error

@@ -1,4 +1,4 @@
-"""What the system says of a process: when and as what it was started, what it does, and the files that it has open."""
+"""The system's data on a process: its start time and command, its activity, and the files that it has open."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def status(pid: int) -> list[str]:
 
 
 def identity(fd: int) -> list[int]:
-    """Return what tells an open file from all others of this node."""
+    """Return the identity of an open file among all files of this node."""
     status = os.fstat(fd)
     return [status.st_dev, status.st_ino]
 
@@ -97,7 +97,7 @@ def condition(pid: int, since: int) -> str:
 
 
 def doing(thread: int, frame: FrameType) -> str:
-    """Describe what a thread of this process does outside calls of this library.
+    """Describe the activity of a thread of this process outside calls of this library.
 
     Args:
         thread: ID that the system has given the thread.

@@ -44,7 +44,7 @@ class Recording:
 
     Args:
         folder: where the file is made, now, so that one that cannot be is an error at the start.
-        job: what the ranks of this job share, and no other job.
+        job: a name that the ranks of this job share, and no other job has.
 
     Attributes:
         rows: one for each call that has ended.

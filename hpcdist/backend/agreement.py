@@ -8,7 +8,8 @@ was, and different collectives wait for each other. So each collective begins wi
   sends, and subtracts ``key(source, me) * elements`` for each one that it expects. If all pairs agree, the balances of
   all ranks add up to 0 modulo 2^64. The keys are pseudo-random and odd: else they do so once in some 2^60 calls.
 
-All ranks have the same numbers, so all find the same. Only if these differ, the ranks tell each other what they call.
+All ranks have the same numbers, so all find the same. Only if these differ, the ranks exchange descriptions of their
+calls.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def _key(source: int, dest: int) -> int:
 
 
 class _Told(NamedTuple):
-    """What a rank tells the others of its call: the tensors and what else must be the same as text, where it is made,
+    """A rank's description of its call for the others: as text, the tensors and all that must be the same; its place;
     and its messages."""
 
     verb: str

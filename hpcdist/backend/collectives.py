@@ -262,7 +262,7 @@ def _all_reduce_shared(team: Team, x: Tensor, out: Tensor, op: Reduction) -> boo
 
 
 def _broadcast_shared(team: Team, x: Tensor, root: int) -> bool:
-    """Broadcast contiguous host memory: the root fills slots in turn, and the others copy what is in them.
+    """Broadcast contiguous host memory: the root fills slots in turn, and the others copy their contents.
 
     A rank waits for a message from the one that it needs, not in a barrier: where ranks share cores, each barrier of a
     piece would cost them a time slice.

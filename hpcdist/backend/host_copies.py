@@ -91,7 +91,7 @@ def tensors_in(items: Iterable[Any]) -> list[Tensor]:
 
 
 def gpu_events(tensors: Iterable[Tensor]) -> list[torch.Event]:
-    """Record what the current streams of the GPUs of tensors have been given to do so far.
+    """Record the work submitted so far to the current streams of the tensors' GPUs.
 
     Another thread has other streams: it waits for these events before it touches the tensors.
     """

@@ -116,7 +116,7 @@ class Operations:
         """Run a collective, now or in its turn.
 
         Args:
-            call: what is compared over all ranks first.
+            call: the description that is compared over all ranks first.
             opts: torch's options: `asyncOp`: the caller does not block; `timeout`: the call's deadline, if
                 it is above 0, instead of the group's.
             tensors: what its future will hold.

@@ -93,7 +93,7 @@ class Reduction:
         self._op = _by_numpy(_OPS[name][2]) if dtype in _UNSIGNED else _OPS[name][1]
 
     def scaled(self, x: Tensor) -> Tensor:
-        """Return what this rank contributes: with PREMUL_SUM, a copy of `x` times the factor."""
+        """Return this rank's contribution: with PREMUL_SUM, a copy of `x` times the factor."""
         return x if self.name != "PREMUL_SUM" else (x.to(self.dtype) * self.factor).to(x.dtype)
 
     def average(self, x: Tensor, size: int) -> None:

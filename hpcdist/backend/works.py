@@ -81,7 +81,7 @@ def _forget(tensors: Any) -> None:
 
 
 class Finished(dist.Work):
-    """The work of a call that is done; what torch asks of one that is not is answered when it is.
+    """The work of a call that is done. A query about a call in progress is answered when it is done.
 
     Args:
         tensors: what its future holds.
@@ -147,7 +147,7 @@ class Queued(Finished):
         limit: deadline of the call in seconds.
         found: the tensors of the call.
         step, args: what to run, with the team before these arguments.
-        result: what the future holds when it is done.
+        result: the value of the future when it is done.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class Transfer(Finished):
         verb: name of the call.
         peer: the other rank, or activity.ANYBODY.
         limit: deadline of the call in seconds.
-        requests: what MPI has to complete.
+        requests: MPI's requests of the message.
         memory: contiguous host memory of the message, which is kept alive.
         out: where a message that was received into other memory belongs; None for nothing.
         later: pieces to receive from the same rank, after the first has told which one that is.

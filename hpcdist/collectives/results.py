@@ -20,7 +20,7 @@ LARGE = 2**28  # bytes; larger results are compared with the memory in advance
 def allocate(
     verb: str, team: Team, nbytes: Sequence[int], make: Callable[[], T], agreed: collective.Agreed | None = None
 ) -> T:
-    """Call `make`, which allocates this rank's result, and copies of what it sends. Collective if a result is large.
+    """Call `make`, which allocates this rank's result, and copies of its data to send. Collective if a result is large.
 
     Args:
         nbytes: size of the result of each rank of the team; the same on all ranks.

@@ -36,8 +36,8 @@ class Operation(ABC):
         route: name of the route that the caller passed; unvalidated.
         grad: whether the result has a gradient for any rank, as agreed by all ranks.
         which: number of the result among the team's results with a gradient, as text.
-        small: the call, if its data have come behind the headers.
-        unrouted: what a trace shows as the route of a call that has taken none.
+        small: the call, if its data arrived behind the headers.
+        unrouted: the route that a trace shows for a call without one.
     """
 
     name: str

@@ -46,7 +46,7 @@ class Parts(NamedTuple):
         return self.dtype.itemsize * sent, self.dtype.itemsize * received
 
     def came(self, agreed: Agreed, prefix: int) -> bool:
-        """Return whether the data of all ranks have come behind the headers. The same on all ranks."""
+        """Return whether the data of all ranks arrived behind the headers. The same on all ranks."""
         for nbytes, box in zip(agreed.inlines, self.sources, strict=True):
             if box is not None and nbytes != prefix + self.dtype.itemsize * box.size():
                 return False
@@ -54,7 +54,7 @@ class Parts(NamedTuple):
 
 
 class Small:
-    """A call whose data have come behind the headers, kept after its plan.
+    """A call whose data arrived behind the headers, kept after its plan.
 
     Every rank receives the parts of all ranks, also in a gather or a split: for so few bytes an Allgather takes as long
     as a Gatherv, and it tells every rank whether the others make the same call with tensors that fit.
@@ -135,7 +135,7 @@ def prefix_of(numbers: int) -> int:
 
 
 def encode(numbers: Sequence[int]) -> bytes:
-    """Encode what the other ranks need to know of the data that follow."""
+    """Encode the description of the data that follow, for the other ranks."""
     return array("q", numbers).tobytes().ljust(prefix_of(len(numbers)), b"\0")
 
 

@@ -1,4 +1,4 @@
-"""What the teams of one job share: the groups, the team of each, and the communicators of send and recv.
+"""The data that the teams of one job share: the groups, the team of each, and the communicators of send and recv.
 
 Context and team are terms of UCC (https://openucx.github.io/ucc).
 """

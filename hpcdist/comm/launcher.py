@@ -115,7 +115,7 @@ _LAUNCHERS = (
 )
 _ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun itself, which a launcher of those above may have started
 GIVEN = {"ROLE_NAME": "hpcdist"}
-"""What tells that torchrun's variables are set by hpcdist, here or in a parent process."""
+"""The value that marks torchrun's variables as set by hpcdist, here or in a parent process."""
 
 # Of MPI's own launchers: where one of these is 1, one process was meant, whatever a batch system has set.
 _DIRECT = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "MVP_COMM_WORLD_SIZE", "PMI_SIZE")

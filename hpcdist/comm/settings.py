@@ -50,7 +50,7 @@ class Settings:
 
 
 GroupLike: TypeAlias = "dist.ProcessGroup | MPI.Comm | DeviceMesh"
-"""What a caller may pass as ``group=``."""
+"""The values of ``group=``."""
 
 if TYPE_CHECKING:
     S = TypeVar("S", Tensor, list[Any], tuple[Any, ...], dict[Any, Any], default=Tensor)

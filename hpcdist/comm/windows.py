@@ -187,7 +187,7 @@ class Windows:
         return Window(slot.block, self._in_use, number * self._ranks + self._me)
 
     def free(self) -> None:
-        """Keep no windows any more; those that tensors hold stay until these have gone."""
+        """Keep no windows any more. Windows with tensors on them stay until these are freed."""
         pool.remove(self)
         with self._lock:
             for slot in self._slots.values():

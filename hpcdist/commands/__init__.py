@@ -1,1 +1,1 @@
-"""The commands on files: gather, concat and split, and what they read and write."""
+"""The commands on files: gather, concat, split, convert, ls and verify."""

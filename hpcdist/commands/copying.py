@@ -1,4 +1,4 @@
-"""What the commands on files share: they find arrays and tensors, read any box of them, and copy them into files.
+"""The common part of the commands on files: find arrays and tensors, read any box of them, and copy them into files.
 
 Every rank reads and writes its share, with no more than a window of host memory.
 """
@@ -52,7 +52,7 @@ Read = Callable[[int, Box, Tensor], object]  # fills a tensor with a box of the 
 
 
 class _SourceFile(Format):
-    """Any file, as an array of its bytes: what the commands read without an INPUT."""
+    """Any file, as an array of its bytes: the commands read these without an INPUT."""
 
     def describe(self, path: str) -> Contents:
         at = identity(path)
@@ -72,7 +72,7 @@ class Source(NamedTuple):
     Attributes:
         spec: the user's name for it: the path, and after a colon the array's name where the file may hold several.
         stored: the array in the file.
-        contents: what the file holds of it.
+        contents: the contents of the file.
     """
 
     spec: str

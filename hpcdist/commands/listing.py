@@ -1,4 +1,5 @@
-"""The commands ``hpcdist ls`` and ``hpcdist verify``: list what a file holds, and compare it with its checksums."""
+"""The commands ``hpcdist ls`` and ``hpcdist verify``: list the tensors of a file, and compare them with their
+checksums."""
 
 from __future__ import annotations
 

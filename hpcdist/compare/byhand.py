@@ -138,7 +138,7 @@ class Case:
         return VERBS[self.verb], (self.x, *layouts), options
 
     def mine(self, parts: list[Any] | None) -> Tensor | None:
-        """Return what this rank gets of the shards of all ranks."""
+        """Return this rank's result from the shards of all ranks."""
         if parts is None:
             return None
         whole = torch.cat([part.to(self.device) for part in parts])

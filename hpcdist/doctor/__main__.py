@@ -55,7 +55,7 @@ def _end(*_: object) -> NoReturn:
 
 @dataclass
 class Outcome:
-    """What an examination has reported: the facts of each rank, or of this one alone; its last step; that it is done.
+    """The reports of an examination: the facts of each rank, or of this one alone; its last step; whether it is done.
 
     If it failed, `end` says how, and `terminated` whether the launcher ended this process.
     """
@@ -213,7 +213,7 @@ def lines(findings: Sequence[Finding], width: int = 0) -> list[str]:
 
 
 def _print(text: str, stream: TextIO) -> None:
-    """Print it, and give the launcher time to read it: what is printed just before a job fails may be lost."""
+    """Print it, and give the launcher time to read it. Output printed just before a job fails may be lost."""
     print(text, file=stream, flush=True)
     time.sleep(_FORWARD_SECONDS)
 

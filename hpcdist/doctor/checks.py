@@ -51,7 +51,7 @@ class Check:
         errors: the facts whose "error" is this finding.
         alike: fix if the texts of those that are ok differ, which is broken; "" if they may differ.
         judge: function from the facts of a rank, or of the ranks of a node or job, to the verdict; None for no finding.
-            Its docstring says what a finding that is not ok means, as Markdown.
+            Its docstring gives the meaning of a finding that is not ok, as Markdown.
     """
 
     section: str
@@ -70,7 +70,7 @@ class Check:
 
 
 CHECKS: list[Check] = []
-# The steps of the examination that have not the name of a check: what it means if it ends there, and what to do.
+# The steps of the examination without a check of that name: the meaning if it ends there, and the fix.
 STEPS = {
     "the start": ("The examination failed before its first step.", "report it as a bug of hpcdist"),
     "this rank's limits": ("`TMPDIR` or `/dev/shm` does not respond.", "`df $TMPDIR /dev/shm` on that node"),

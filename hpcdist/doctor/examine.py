@@ -82,7 +82,7 @@ Steps = Generator[
 
 
 def launch(environ: Mapping[str, str]) -> Facts:
-    """Return what is known without MPI; the rank is the launcher's number."""
+    """Return the facts that need no MPI; the rank is the launcher's number."""
     return {
         "rank": launcher.number(environ),
         "node": 0,
@@ -124,7 +124,7 @@ def _limit(limit: int) -> int | None:
 
 
 def software() -> Facts:
-    """Return what must be the same on all nodes, and the file system of the environment."""
+    """Return the facts that must be the same on all nodes, and the file system of the environment."""
     try:
         import h5py
     except Exception as error:  # also an h5py that was built for another numpy or MPI
@@ -263,7 +263,7 @@ def _space(folder: str) -> Facts:
 
 
 def try_folder(folder: str) -> Facts:
-    """Write a file in a folder, lock it as HDF5 does and read it; return what was found."""
+    """Write a file in a folder, lock it as HDF5 does and read it; return the facts found."""
     found: Facts = {"folder": folder, **_space(folder), "mount": mount_of(folder)}
     data = secrets.token_bytes(_TRIAL)
     try:
@@ -360,7 +360,7 @@ def _start_mpi(facts: Facts) -> Steps[MPI.Intracomm | None]:
 
 
 def _examine_job(comm: MPI.Intracomm, ranks: list[Facts], folder: str | None, limit: float) -> Steps[None]:
-    """Examine what the ranks do together. Collective over `comm`."""
+    """Examine the calls of all ranks together. Collective over `comm`."""
     facts = ranks[0]
     leads = facts["node"] == facts["rank"]
     everyone = yield from _share(comm, ranks)
@@ -467,7 +467,7 @@ def read_nccl_log(path: Path) -> str | None:
 
 
 def _tried(step: Callable[[], Facts]) -> Facts:
-    """Return what a step has found and the seconds that it took, or its error."""
+    """Return the facts of a step and the seconds that it took, or its error."""
     begin = time.perf_counter()
     try:
         return {**step(), "seconds": time.perf_counter() - begin}

@@ -120,7 +120,7 @@ def without_hint(error: E) -> E:
 
 class HpcdistError(RuntimeError):
     """The base of every error raised by hpcdist itself. Its message ends with a code such as [HD112]: ``python -m
-    hpcdist explain HD112`` prints what it means, and what to do."""
+    hpcdist explain HD112`` prints its meaning and the remedy."""
 
     def __init__(self, *args: str) -> None:
         """Take a code and a message, or a message that has its code already."""
@@ -145,7 +145,7 @@ class InputError(HpcdistError):
 
 
 class FileError(HpcdistError):
-    """A file cannot be read or written: it is missing, damaged, incomplete, or lacks what was asked for.
+    """A file cannot be read or written: it is missing, damaged, incomplete, or lacks a requested tensor.
 
     Raised on this rank by operations of one process; a collective makes a RankError of it.
     """
@@ -166,7 +166,7 @@ class RankError(HpcdistError):
 
     Attributes:
         verb: name of the collective that was refused, as rank 0 called it.
-        problems: what was wrong on each rank at fault.
+        problems: the problem of each rank at fault.
 
     Example::
 

@@ -27,7 +27,7 @@ GROUPS = {
     "HD8": "job scripts",
     "HD9": "errors of hpcdist itself",
 }
-"""What the codes that begin so are about."""
+"""The subject of the codes that begin so."""
 
 _CODE = re.compile(r"HD[0-9]{3}")
 _NOT_FOUND, _BAD_INPUT = 1, 2  # exit status

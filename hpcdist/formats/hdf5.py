@@ -1,4 +1,4 @@
-"""The HDF5 format: ordinary datasets, and in files of hpcdist a small group that records what was written.
+"""The HDF5 format: ordinary datasets, and in files of hpcdist a small group with records of them.
 
     /NAME              each tensor: one contiguous dataset without fill, so that its bytes lie at a known place
       @torch_dtype     of a dtype that HDF5 does not have: its name; the dataset holds the raw bits

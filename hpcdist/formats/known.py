@@ -1,4 +1,4 @@
-"""The formats by suffix, and what a file or folder is by its name."""
+"""The formats by suffix, and the format of a file or folder by its name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMATS: dict[str, Format] = {".npy": NPY, ".npz": NPZ, ".pt": PT, ".safetensors
 
 
 def format_of(path: str) -> Format:
-    """The format of a file by its suffix, HDF5 if it has another one; of a folder by what is in it."""
+    """The format of a file by its suffix, else HDF5; of a folder by its contents."""
     if os.path.isdir(path):
         return DCP if os.path.exists(os.path.join(path, METADATA)) else SAFETENSORS
     if path.endswith(INDEX):

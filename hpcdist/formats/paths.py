@@ -1,4 +1,4 @@
-"""Names of files: what is read and replaced is a regular file, and a new file is there complete, or not at all.
+"""Names of files: only regular files are read and replaced, and a new file appears complete, or not at all.
 
 A FIFO waits for its other end for ever, and a device cannot hold an array: neither is opened.
 
@@ -66,7 +66,7 @@ def file_errors(what: str) -> Iterator[None]:
 
 @contextmanager
 def write_errors(what: str | Path) -> Iterator[None]:
-    """As file_errors(), of what is written."""
+    """As file_errors(), for writes."""
     try:
         yield
     except FileError:
@@ -335,7 +335,7 @@ class Commit:
         return True
 
     def finish(self) -> None:
-        """Put the complete file in place. The caller has synced what other processes wrote."""
+        """Put the complete file in place. The caller has synced the data of other processes."""
         if (old := status_of_old(self.target) or self._old) is not None:
             _look_like(self._lock, old, self.target)
         os.fsync(self._lock)
@@ -349,7 +349,7 @@ class Commit:
         sync(self.target.parent)
 
     def discard(self, keep: bool = False) -> None:
-        """Give up; what was written is removed, or kept for another try. After finish(), or again, it does nothing."""
+        """Give up; the part is removed, or kept for another attempt. After finish(), or again, it does nothing."""
         if self._lock >= 0:
             if not keep or self.left is not None:
                 self.part.unlink(missing_ok=True)
@@ -447,7 +447,7 @@ def write_text(path: str | Path, text: str) -> None:
     """Write a small text file, which appears under its name when it is complete.
 
     Raises:
-        FileError: it cannot be written; what was there before stays.
+        FileError: it cannot be written; an earlier file stays.
     """
     commit = Commit(path)
     try:

@@ -91,7 +91,7 @@ def write_at(fd: int, offset: int, data: memoryview, digest: Any = None) -> None
 
 
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:
-    """Start to write what was just written to the disk, so that the sync at the end has less to do.
+    """Start the transfer of newly written pages to the disk, so that the sync at the end has less to do.
 
     Nothing waits for it, and the pages stay in the cache. Errors show at the sync. posix_fadvise(POSIX_FADV_DONTNEED)
     starts the disk, too. But it also drops pages that are on the disk from the cache, and waits until every core of the

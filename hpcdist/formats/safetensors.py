@@ -205,7 +205,7 @@ def write_index(path: str, datasets: Sequence[Dataset], files: Sequence[tuple[st
 
 
 def replace_form(name: str) -> None:
-    """Remove what an earlier save has left in another form: the index of several files, or the single file.
+    """Remove an earlier save in another form: the index of several files, or the single file.
 
     Readers take the file before the index, or the index before the file: of both, one would be the old one. And an
     index may name files of an earlier save, of which some are about to be replaced. The files that it names stay.

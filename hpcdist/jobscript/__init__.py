@@ -35,8 +35,8 @@ class Scheduler:
     Attributes:
         suffix: suffix of the scripts' names.
         submit: command that submits a script, before its name.
-        prefix: what the lines with its options begin with.
-        launchers: what can start the ranks, the default first.
+        prefix: the beginning of the lines with its options.
+        launchers: the launchers of ranks, the default first.
         kinds: kinds of job, beside those that every scheduler has.
         passes_arguments: whether words after the script's name are its arguments.
         refuses: options of a shape that it does not have.
@@ -110,7 +110,7 @@ class Shape:
         partition, account, qos, constraint: names on the cluster: a queue; a project or bank; Slurm's alone; what
             nodes must have, in the words of the scheduler.
         exclusive: whether the nodes are for this job alone.
-        output: file for what the job prints, with the scheduler's own patterns.
+        output: file for the job's output, with the scheduler's own patterns.
         name: name of the job; hpcdist-KIND if None.
         array: for the kind "array": indices in Slurm's notation: "1,5,7", "0-99%10"; by default 0-3, or 1-4 for LSF.
         warning: for the kind "requeue": seconds before the limit at which the job ends its step and leaves; by default

@@ -67,7 +67,7 @@ def pmi(shape: Shape) -> str:
 
 
 def _printed(command: list[str]) -> str:
-    """Return what a command prints; nothing if it fails or is not here."""
+    """Return the output of a command; nothing if it fails or is not installed."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
     except (OSError, subprocess.TimeoutExpired):

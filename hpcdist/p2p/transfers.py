@@ -43,7 +43,7 @@ class Waiting(Protocol):
 
 
 Steps = Generator[Waiting, None, T]
-"""A transfer: yields what it waits for, and returns its result."""
+"""A transfer: yields its waits, and returns its result."""
 
 
 class Requests:
@@ -168,7 +168,7 @@ def receive(context: Context, group: Group, turn: RecvTurn, allow_pickle: bool) 
 
 @dataclass
 class _Job:
-    """A transfer in the background, and what it waits for."""
+    """A transfer in the background, and its current wait."""
 
     steps: Steps[Any]
     future: futures.Future[Any]

@@ -32,7 +32,7 @@ from hpcdist.errors import HpcdistError, RankError, coded, with_hint
 from hpcdist.process.streams import INTERRUPTED
 
 _FLUSH_SECONDS = 1.0  # for the output that is left
-_FORWARD_SECONDS = 0.2  # launchers forget what was printed just before an abort, unless they get time to forward it
+_FORWARD_SECONDS = 0.2  # launchers lose output printed just before an abort, unless they get time to forward it
 _exit_now = os._exit
 _exit = sys.exit
 _first_hook = _last_hook = sys.excepthook  # those found when install() was first and last called
@@ -53,7 +53,7 @@ def at_end(announce: Callable[[], object] | None, explain: Callable[[], object] 
 
 
 def _try(step: Callable[[], object] | None) -> None:
-    """Take a step on the way to the end of the job, and go on if it fails."""
+    """Take a step on the way to the end of the job, and continue if it fails."""
     try:
         if step is not None:
             step()

@@ -45,7 +45,7 @@ def pass_bytes_on() -> None:
 
 
 class _Stream:
-    """A standard stream that keeps its first error, and drops what is printed after that."""
+    """A standard stream that keeps its first error, and drops all output after that."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

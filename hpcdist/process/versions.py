@@ -1,4 +1,4 @@
-"""Check the versions of what hpcdist needs.
+"""Check the versions of the packages that hpcdist needs.
 
 It is imported before the rest of the package, and ends the import with one line if something is missing or too old.
 """
@@ -33,7 +33,7 @@ OLDEST = {
 
 
 def problem(version: Callable[[str], str | None]) -> str | None:
-    """Return in one line what is missing or too old for hpcdist; None if nothing is.
+    """Return one line that names the missing or too old packages; None if there are none.
 
     Args:
         version: returns the version of a package, or of "Python"; None if it is unknown, which is no

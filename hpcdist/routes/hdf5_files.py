@@ -1,4 +1,4 @@
-"""The route hdf5: one file in the staging folder, to which ranks write what they send, and read what they receive.
+"""The route hdf5: one file in the staging folder. Ranks write their messages to it, and read those for them.
 
 For ranks that share only a file system. Rank 0 creates the file for one call, accessible to its user only;
 one dataset holds the messages one after the other.

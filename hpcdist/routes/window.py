@@ -141,7 +141,7 @@ class _Matrix(NamedTuple):
 
 
 def _messages(topology: Topology, me: int, memory: Tensor, matrix: _Matrix) -> tuple[list[Message], list[Message]]:
-    """Return what this rank sends from the window of its node, and receives into it: the rank and a view for each.
+    """Return the messages that this rank sends from the window of its node, and receives into it, as (rank, view).
 
     A pair of ranks exchanges its messages in the same order on both sides.
     """

@@ -107,7 +107,7 @@ def _direct_output(rank: int, tag: bool, files: list[int]) -> None:
 
 
 def _compiled(script: str, module: bool) -> CodeType | None:
-    """Return the code of a script; None for a module. An error says what is wrong with the program, before it runs."""
+    """Return the code of a script; None for a module. An error names the program's problem before it runs."""
     name = script if module else Path(script).name
     if _LAUNCHERS.fullmatch(name):
         text = f"{name} would start processes that are not ranks of this job: omit it, and name the program"

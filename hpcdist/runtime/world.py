@@ -223,7 +223,7 @@ def current() -> World:
 
 
 def context() -> Context:
-    """Return what the teams of the job share."""
+    """Return the data that the teams of the job share."""
     return current()._context
 
 
@@ -436,7 +436,7 @@ def _make(asked: Asked, implicit: bool = False, program: bool = False) -> World:
 def _settings(
     private: MPI.Intracomm, nodes: rendezvous.Nodes, watch: Watch, limit: timedelta, asked: Asked
 ) -> Settings:
-    """Choose the device of each rank, and collect what the ranks know of each other. Collective over `private`."""
+    """Choose the device of each rank, and collect the ranks' data on each other. Collective over `private`."""
     shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # experimental, NCCL 2.30.3 and later
     chosen, own_gpus = accelerator.choose(private, nodes.local_rank, asked.device, asked.backend, shared)
     places = objects.all_gather_object(private, (nodes.mine, capacity()))

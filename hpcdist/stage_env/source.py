@@ -89,7 +89,7 @@ class Packer:
         return xxhash.xxh3_128_hexdigest(ascii((self._roots, *lines(entries))).encode())
 
     def _in_copy(self, path: str, info: tarfile.TarInfo, names: set[str]) -> str:
-        """Return what a symbolic link holds in the copy: a relative path if that is copied, else an absolute one."""
+        """Return the target of a symbolic link in the copy: a relative path if that is copied, else an absolute one."""
         # From the real folder on, as the system follows it; the last name is not followed.
         folder, _, last = os.path.join(os.path.dirname(path), info.linkname).rpartition("/")
         leads = os.path.normpath(os.path.join(os.path.realpath(f"{folder}/"), last))

@@ -70,7 +70,7 @@ class Staged:
 
 
 def stage(comm: MPI.Intracomm, request: Request) -> Staged:
-    """Copy a folder or file to every node; return what was done, the same on all ranks. Collective over `comm`.
+    """Copy a folder or file to every node; return the result, the same on all ranks. Collective over `comm`.
 
     Raises:
         RankError: on all ranks, if a node cannot have the copy. Its unpacked files are removed.
@@ -238,7 +238,7 @@ class Copy:
         unpack(pieces, str(self._part), relocation(moved), self._source.name)
 
     def finish(self) -> None:
-        """List and rename what was unpacked. If another process was faster, its copy of the same source is used."""
+        """List and rename the unpacked files. If another process was faster, its copy of the same source is used."""
         if self._lock >= 0:
             (self._part / MANIFEST).write_text("\n".join(lines(scan(str(self._part), ""))))
             try:
@@ -248,7 +248,7 @@ class Copy:
                     raise
 
     def close(self) -> None:
-        """Remove what is not complete."""
+        """Remove an incomplete copy."""
         if self._lock >= 0:
             shutil.rmtree(self._part, ignore_errors=True)
             os.close(self._lock)

@@ -175,7 +175,7 @@ def check_inside(box: Box, shape: Sequence[int], what: str = "") -> None:
 
 
 def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
-    """Raise a ValueError if memory does not fit what is read of a tensor."""
+    """Raise a ValueError if memory does not fit the part of a tensor that is read."""
     if out.dtype != dtype:
         what = f"out has dtype {out.dtype}, expected {dtype}, that of {name!r} in the file"
         raise refusal(ValueError, "HD208", what)

@@ -114,8 +114,7 @@ class HDF5Reader(_OneFile, StorageReader):
         verify: True: compare the checksum of every piece that is read at least in part; None: of pieces that are read
             whole; False: of none.
         window: bytes of host memory that a rank may use besides the state.
-        allow_pickle: whether to load values that are stored as pickles of more than what torch considers safe. A pickle
-            can run any code.
+        allow_pickle: whether to load pickles of values that torch does not consider safe. A pickle can run any code.
 
     Raises:
         CheckpointException: from dcp.load, on every rank. It names the ranks with an error: the file is missing,

@@ -246,7 +246,7 @@ def _read(call: _Load, key: str, out: Tensor, problems: list[str]) -> None:
 
 
 def _in_place(call: _Load, key: str) -> list[Box] | None:
-    """The boxes that this rank reads straight into the result; None if the ranks send each other what they read."""
+    """The boxes that this rank reads straight into the result; None if the ranks send each other their data."""
     me, how, wants = call.team.rank, call.methods[key], call.wants[key]
     if how is _Method.ALONE:
         return [wants[me]]

@@ -323,7 +323,7 @@ def _filters(compression: Any, chunks: Any) -> tuple[dict[str, Any], tuple[int, 
     else:
         raise ArgumentError("HD419", f"compression is {compression!r}, expected 'gzip', 0 to 9, or h5py's arguments")
     if "scaleoffset" in filters:
-        raise ArgumentError("HD419", "compression with scaleoffset is lossy: the file would not hold what was saved")
+        raise ArgumentError("HD419", "compression with scaleoffset is lossy: the file would hold other values")
     if chunks is not None and (not chunks or min(index(c) for c in chunks) < 1):
         raise ArgumentError("HD419", f"chunks is {chunks}, expected an extent >= 1 for each dim")
     return filters, None if chunks is None else tuple(index(c) for c in chunks)

@@ -1,7 +1,7 @@
 """Write files on many ranks at once: one process lays them out, all write, and only complete files appear.
 
-:class:`FileWriter` is what the calls use: entering it is collective, put() is this rank's alone, and leaving it gives
-the file its name on all ranks or on none. It consists of a :class:`Target` on rank 0 and a :class:`RankWriter` on each;
+The calls use :class:`FileWriter`. Entering it is collective, and put() is for this rank alone. Leaving it gives the
+file its name on all ranks or on none. It consists of a :class:`Target` on rank 0 and a :class:`RankWriter` on each;
 torch.distributed.checkpoint, which has a coordinator and no team, uses these two.
 """
 

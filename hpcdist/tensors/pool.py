@@ -304,7 +304,7 @@ def start(limit: int) -> None:
 
 
 def stop() -> None:
-    """Free what is idle, and pool no memory any more. Tensors keep theirs for as long as they live."""
+    """Free idle memory, and pool no more. Tensors keep their memory as long as they live."""
     start(0)
 
 
@@ -318,7 +318,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def sweep() -> bool:
-    """Let the kernel take what has been idle for some seconds; return whether to come again in about a second."""
+    """Let the kernel take blocks idle for some seconds; return whether to call this again in about a second."""
     return any([_pool.sweep(IDLE), *(other.sweep(IDLE) for other in list(_others.values()))])
 
 
@@ -326,9 +326,9 @@ def empty_cache() -> None:
     """Free the memory of earlier results that lies idle in the pool of this rank, and in windows of its node.
 
     Not collective; but only its first rank frees the windows of a node, in which shared results are: call it on every
-    rank. As ``torch.accelerator.empty_cache`` on a GPU: results that are alive keep their memory, and what the rest of
-    the program cannot have otherwise is free at once. Rarely needed: what is idle is bounded, and after some seconds
-    the kernel takes what is in the pool by itself if memory is short.
+    rank. As ``torch.accelerator.empty_cache`` on a GPU: results in use keep their memory, and idle memory is free for
+    the rest of the program at once. You rarely need this. The pool bounds its idle memory, and after some seconds the
+    kernel takes that memory if it is short.
 
     Example::
 
@@ -342,7 +342,7 @@ def empty_cache() -> None:
 
 
 def memory_stats() -> dict[str, int | str]:
-    """Return what the pool of result memory of this rank holds, and what it has done.
+    """Return the contents and counters of this rank's pool of result memory.
 
     Not collective. Large results in host memory come from blocks that are used again when the last tensor, view or
     array on them has died.

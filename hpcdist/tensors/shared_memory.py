@@ -53,7 +53,7 @@ class SharedBlock:
             os.posix_fallocate(self.fd, at, min(_PIECE, start + length - at))
 
     def memory(self) -> memoryview:
-        """Return its bytes: what is written there, all processes read."""
+        """Return its bytes. All processes see writes to them."""
         return self._shared
 
     def shared(self) -> Tensor:
@@ -61,7 +61,7 @@ class SharedBlock:
         return torch.from_numpy(np.frombuffer(self._shared, np.uint8))
 
     def private(self) -> np.ndarray:
-        """Return its bytes as a new array: what is written there is seen by this process alone."""
+        """Return its bytes as a new array. Only this process sees writes to it."""
         assert self._private is not None
         return np.frombuffer(self._private, np.uint8)
 
@@ -71,7 +71,8 @@ class SharedBlock:
             self._private.madvise(mmap.MADV_DONTNEED)
 
     def release_memory(self) -> None:
-        """Give its memory back to the system, though other processes may still map it: nobody may use it any more."""
+        """Give its memory back to the system, though other processes may still map it. No process may use it after
+        that."""
         os.ftruncate(self.fd, 0)
 
     def close(self) -> None:

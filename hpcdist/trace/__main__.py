@@ -94,7 +94,7 @@ def report(trace: Trace, page: Path) -> str:
 
 
 def _lines(trace: Trace, caused: Any, waits: Any) -> list[str]:
-    """Return sentences: the run, the rank for which the others waited most, and what the trace lacks."""
+    """Return sentences: the run, the rank for which the others waited most, and the gaps in the trace."""
     headers, one, hosts = trace.headers, trace.headers[0], {header.host for header in trace.headers}
     span = (trace.rows.end.max() - trace.rows.begin.min()) / 1e9
     error = max(header.error_ns for header in headers) / 1e3

@@ -129,7 +129,7 @@ def check_out(
 
 
 def _compare(headers: list[tuple[bytes]], root: int) -> Agreed | None:
-    """Return what the headers of a call from or to `root` agree on; None if they do not."""
+    """Return the agreed values of the headers of a call from or to `root`; None if they disagree."""
     digests, extents, out_extents, kinds, grads, problems, inlines, calls = zip(
         *(_HEADER.unpack(header) for (header,) in headers), strict=True
     )
@@ -189,7 +189,7 @@ def _verb_text(verb: str) -> str:
 
 
 def _options(team: Team, call: Call) -> dict[str, Any]:
-    """Return what the ranks compare, by the names that messages give it."""
+    """Return the values that the ranks compare, by their names in messages."""
     dtype, ndim, shape = call.tensor or (None, None, None)
     kind = "with" if team.foreground is team else "without"
     return {

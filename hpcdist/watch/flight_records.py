@@ -159,7 +159,7 @@ def write(folder: str | None, reports: Mapping[int, Report], peers_of: Callable[
 
 
 def write_own(folder: Path, rank: int) -> None:
-    """Write what torch's own flight recorders hold in this process, if anything, to ``torch/rank_N``.
+    """Write the records of torch's own flight recorders in this process, if any, to ``torch/rank_N``.
 
     In torch 2.13 that is gloo's calls; where torch attaches its FlightRecorderHook, those of other backends, too, which
     have a recorder for each backend in torch's later versions: ``torch-nccl/rank_N``.

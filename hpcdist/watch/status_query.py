@@ -45,7 +45,7 @@ _BATCH, _PAUSE = 128, 0.02
 
 
 class Datagrams:
-    """Small messages between the watching threads of a job, beside MPI: what this rank receives, and sends to others.
+    """Small messages between the watching threads of a job, outside MPI: this rank's receiver, and sends to others.
 
     On one node each rank reads from a pipe, which the others open through /proc. It has no name, no port and no file,
     and only processes of this user can open it. Otherwise they are UDP datagrams, on the addresses that
