@@ -291,8 +291,8 @@ def parser() -> Parser:
     p = Parser(
         prog="hpcdist compare",
         description="Time calls of given shapes, written by hand with mpi4py and torch (gloo, or nccl on GPUs), and "
-        "with hpcdist. Runs are interleaved, the slowest rank counts, and each result is checked once. Print a table for "
-        "each case, and write it as JSON and as a page with pictures. With two such files, compare them.",
+        "with hpcdist. Runs are interleaved, the slowest rank counts, and each result is checked once. Print a table "
+        "for each case, and write it as JSON and as a page with pictures. With two such files, compare them.",
         epilog="example: mpirun -n 4 python -m hpcdist.compare --shapes shapes.txt",
     )
     p.add_argument("files", nargs="*", type=path, metavar="FILE", help="two files to compare, the older one first")
