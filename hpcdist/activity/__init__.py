@@ -231,12 +231,10 @@ def _entry(memory: memoryview, at: int, count: int) -> Entry:
 
 
 class Counted(Protocol):
-    """Ranks whose calls are counted; `number` identifies them in records, and is the same on all of them."""
+    """Ranks whose calls are counted: `begun` so far. `number` identifies them in records, and is the same on all."""
 
-    @property
-    def number(self) -> int: ...
-
-    def next_call(self) -> int: ...
+    number: int
+    begun: int
 
 
 shortest = inf  # seconds of the shortest deadline of any call's own
@@ -344,12 +342,14 @@ class InCall:
         if own is None:
             return
         if own.depth == 0:
-            number = 0 if team is None else team.next_call() if peer is None else -1 - peer
-            own.record.patient = peer == NOBODY
-            own.record.limit = limit
-            own.record.tensors = tensors
-            own.record.route = route
-            own.record.begin(0 if team is None else team.number, number, text or callsite.where(verb))
+            number = 0
+            if peer is not None:
+                number = -1 - peer
+            elif team is not None:
+                team.begun = number = team.begun + 1
+            record = own.record
+            record.patient, record.limit, record.tensors, record.route = peer == NOBODY, limit, tensors, route
+            record.begin(0 if team is None else team.number, number, text or callsite.where(verb))
         own.depth += 1  # what raises above has begun no call
 
     def __enter__(self) -> None:

@@ -30,7 +30,7 @@ def where(verb: str, frames: int = 1) -> bytes:
         frames: number of innermost frames that are certainly this library's; to look at a frame takes time.
     """
     frame = outside(sys._getframe(frames))
-    key = (verb, id(frame.f_code), frame.f_lineno)
+    key = verb, id(frame.f_code), frame.f_lasti
     known = _texts.get(key)
     if known is None:
         if len(_texts) >= _MOST_PLACES:

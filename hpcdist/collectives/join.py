@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
@@ -9,8 +10,8 @@ from torch import Tensor
 
 from hpcdist import layout
 from hpcdist.collectives import results
+from hpcdist.collectives.kept import Parts
 from hpcdist.collectives.run import Plannable, run
-from hpcdist.collectives.small import Parts
 from hpcdist.collectives.structures import Joining, JoinStructures
 from hpcdist.comm.route import Alltoall, Method
 from hpcdist.comm.team import Team
@@ -168,14 +169,18 @@ def concat(
     return run(kind("concat", x, dim, route, out, allow_pickle, None, shared), world.team_of(group), async_op)
 
 
+_ROOTS = (int, type(None))
+
+
 class Join(Joining, Plannable):
     """Join shards on the root, or on every rank in a concat."""
 
     sent: Tensor
     validate = local.check_shard
 
-    def arguments(self) -> tuple[Any, ...]:
-        return self.dim, self.root, self.route
+    def arguments(self) -> Hashable:
+        dim, root = self.dim, self.root
+        return (self.name, dim, root, self.route) if type(dim) is int and type(root) in _ROOTS else None
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
         assert call.x is not None

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpcdist.collectives import join, redistribute, run as driver, split
+from hpcdist.collectives.kept import BEHIND_HEADERS
 from hpcdist.collectives.run import Like, Plannable
-from hpcdist.collectives.small import BEHIND_HEADERS
 from hpcdist.comm.route import Method
 from hpcdist.comm.team import Team
 from hpcdist.errors import HpcdistError, refusal
@@ -87,7 +87,7 @@ def plan(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None, *
 
 def _described(name: str, op: Plannable, team: Team, agreed: Agreed) -> Plan:
     """Return the plan of an operation, which forgets its tensors. Collective."""
-    route, parts, inline = op.chosen(team), op.parts(team), op.small is not None
+    route, parts, inline = op.chosen(team), op.parts(team), op.kept is not None and op.kept.inline
     box, reasons = parts.dests[team.rank], [team.routes[op.route, agreed.kinds][1]]
     method = BEHIND_HEADERS if inline else op.method(team)
     if op.shared:
@@ -136,7 +136,7 @@ def _kept(name: str, op: Plannable, team: Team) -> Callable[..., Any]:
     team.plans_made += 1
     op.name, op.number = f"a plan of {name}", team.plans_made
     op.like = None if x is None else Like(x.shape, x.dtype, x.device)
-    kept = vars(op) | dict.fromkeys(("x", "out", "sent", "dest", "small"))
+    kept = vars(op) | dict.fromkeys(("x", "out", "sent", "dest", "kept"))
     kind = type(type(op).__name__, (type(op),), kept)  # its attributes: faster than a copy of them for each call
 
     def call(x: Any, out: Any = None, *, async_op: bool = False) -> Any:

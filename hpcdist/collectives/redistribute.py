@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hpcdist import layout as layouts
 from hpcdist.collectives import results
+from hpcdist.collectives.kept import Parts, encode, prefix_of
 from hpcdist.collectives.run import Plannable, run
-from hpcdist.collectives.small import Parts, Small, encode, prefix_of
 from hpcdist.comm.route import Alltoall, Method, Route
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from hpcdist.runtime.background import Handle
 
 _CACHED = 64  # transfer plans per team
+_LAYOUTS = frozenset({layouts.Split, layouts.Block, layouts.Replicate, layouts.Boxes})  # which cannot change
 Shape = tuple[int, ...]
 
 
@@ -106,8 +107,9 @@ class Redistribute(Plannable):
     def __init__(self, x: Any, src: Any, dst: Any, route: Any, out: Any) -> None:
         self.x, self.src, self.dst, self.route, self.out = x, src, dst, route, out
 
-    def arguments(self) -> None:
-        """Repeat no call: a rank that has forgotten it would plan a transfer, which is collective."""
+    def arguments(self) -> Hashable:
+        given = self.src, self.dst, self.route
+        return given if _LAYOUTS.issuperset(map(type, given[:2])) else None
 
     def validate(self, team: Team, call: Call) -> None:
         checks.check_layouts(self, call)
@@ -133,15 +135,14 @@ class Redistribute(Plannable):
             moves = team.plans[key] = Transfer(self.name, team, route, self.src, self.dst, shapes, x)
             if len(team.plans) > _CACHED:
                 team.plans.popitem(last=False)
+                team.repeats.clear()  # a rank that has forgotten a call finds its transfer, or makes it with all others
         self.moves = moves
         outs = {rank: tuple(row[1 + ndim : 1 + 2 * ndim]) for rank, row in enumerate(rows) if row[0]}
         collective.check_out(self.name, outs, [box.shape for box in moves.boxes], agreed.grad, "shape {}")
+        keep = agreed.inline
         if MemoryKind.GPU in agreed.kinds:
             agreed = agreed._replace(inline=False)  # behind the headers are the shapes alone
-        self.small = None if self.number else moves.small
-        self.bind(team, x, call.out, agreed, prefix_of(1 + 2 * ndim))
-        if not self.number:
-            moves.small = self.small
+        self.bind(team, x, call.out, agreed, prefix_of(1 + 2 * ndim), keep)
 
     def parts(self, team: Team) -> Parts:
         moves, x = self.moves, self.sent
@@ -207,13 +208,10 @@ class Transfer:
         recvs: source and box of all that this rank receives, what it has itself included.
         source, dest: messages that this rank sends from its part, and those that it receives into the new one.
         longest: bytes of the longest message of all ranks in both directions.
-        small: where its data lie behind the headers, if they fit there.
 
     Raises:
         RankError: on every rank, if the parts do not form a tensor in `src`, or it cannot have the layout `dst`.
     """
-
-    small: Small | None = None
 
     def __init__(
         self,

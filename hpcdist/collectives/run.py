@@ -13,14 +13,14 @@ from torch import Tensor
 from hpcdist import activity
 from hpcdist.activity import callsite
 from hpcdist.collectives import autograd
-from hpcdist.collectives.small import Parts, Small, remember
+from hpcdist.collectives.kept import Kept, Parts
 from hpcdist.comm.route import Method, Route
 from hpcdist.comm.team import Team
 from hpcdist.process import abort
 from hpcdist.routes import select
 from hpcdist.runtime import background
 from hpcdist.tensors.eager import recorded
-from hpcdist.tensors.storage import is_plain, written
+from hpcdist.tensors.storage import copyable, is_plain, written
 from hpcdist.validation import collective, local
 from hpcdist.validation.call import Call, not_a_tensor
 from hpcdist.validation.collective import Agreed
@@ -36,7 +36,7 @@ class Operation(ABC):
         route: name of the route that the caller passed; unvalidated.
         grad: whether the result has a gradient for any rank, as agreed by all ranks.
         which: number of the result among the team's results with a gradient, as text.
-        small: the call, if its data arrived behind the headers.
+        kept: the call as its team keeps it; None if it is planned for every call.
         unrouted: the route that a trace shows for a call without one.
     """
 
@@ -46,7 +46,7 @@ class Operation(ABC):
     route: Any = "auto"
     grad = False
     which = ""
-    small: Small | None = None
+    kept: Kept | None = None
     unrouted = "headers"
 
     def execute(self, team: Team) -> Any:
@@ -55,7 +55,7 @@ class Operation(ABC):
         known = None if key is None else team.repeats.get(key)
         if known is not None and known.calls == team.calls[team.foreground is team]:
             if known.exchange(team, self.x):
-                return known.take(self.out)
+                return known.take(self.out) if known.inline else known.again(self, team)
             exchanged = True  # another rank's call is not the same as before
         call = call_of(self.name, self.checked, team)
         agreed = collective.exchange(team, call, exchanged)
@@ -65,8 +65,12 @@ class Operation(ABC):
             if self.grad:
                 self.which = autograd.count(team)
             result = self.forward(team)
-        if key is not None and self.small is not None and not self.grad:
-            remember(team.repeats, key, self.small, team.size)
+        if key is not None and self.kept is not None and not self.grad:
+            if len(team.repeats) >= max(1, min(_MOST, _HEADERS // team.size)):
+                team.repeats.clear()
+            team.repeats[key] = self.kept
+            if not self.kept.inline:
+                self.kept.keep(self)
         return self.finish(result)
 
     def key(self) -> Hashable:
@@ -125,11 +129,8 @@ class Plannable(Operation):
     agreed: Agreed
 
     @abstractmethod
-    def arguments(self) -> tuple[Any, ...] | None:
-        """Return the arguments of the call besides `x` and `out`, unvalidated; None if it is not to be repeated.
-
-        A rank may have forgotten a call that others repeat: its plan must then send nothing.
-        """
+    def arguments(self) -> Hashable:
+        """Return the arguments of the call besides `x` and `out`; None if they may change in place, or equal others."""
 
     @abstractmethod
     def parts(self, team: Team) -> Parts:
@@ -159,25 +160,32 @@ class Plannable(Operation):
             call.options = (*call.options, ("the plan", self.number))
 
     def key(self) -> Hashable:
-        x, out, given = self.x, self.out, () if self.number else self.arguments()
+        x, out, given = self.x, self.out, self.number or self.arguments()
+        if type(self.route) is not str or self.route not in ("auto", "mpi"):  # whether others work may change
+            return None
         # A tracer's tensors may have no memory to ask for.
         if given is None or self.shared or recorded() is not None or not (x is None or is_plain(x)):
             return None
-        if out is not None and not (is_plain(out) and out.dim() > 0 and not out.is_inference()):
+        if out is None:
+            return given if x is None else (given, x.dtype, x.shape)
+        if not (is_plain(out) and out.dim() > 0 and not out.is_inference()):
             return None
-        known_x, known_out = x is not None and (x.dtype, x.shape), out is not None and (out.dtype, out.shape)
-        if self.number:
-            return self.number, known_x, known_out
-        types = tuple(map(type, given))  # in the key, too: 1.0 is no dim, although it equals 1
-        if not _FIXED.issuperset(types):
-            return None
-        return self.name, given, types, known_x, known_out
+        return given, x is not None and (x.dtype, x.shape), out.dtype, out.shape
 
-    def bind(self, team: Team, x: Tensor | None, out: Tensor | None, agreed: Agreed, prefix: int = 0) -> None:
-        """Take the tensors that forward() moves, of the shape, dtype and device of the plan; see Small for `prefix`."""
+    def bind(
+        self, team: Team, x: Tensor | None, out: Tensor | None, agreed: Agreed, prefix: int = 0, keep: bool = True
+    ) -> None:
+        """Take the tensors that forward() moves, of the shape, dtype and device of the plan.
+
+        Args:
+            prefix: see Kept.
+            keep: whether plan() has sent nothing. A rank may have forgotten a call that others repeat, and plans alone.
+        """
         self.sent, self.dest, self.agreed = x, out, agreed
-        if agreed.inline and self.small is None and (parts := self.parts(team)).came(agreed, prefix):
-            self.small = Small(team, parts, prefix)
+        parts = self.parts(team) if agreed.inline else None
+        if parts is not None and not parts.came(agreed, prefix):
+            parts = None
+        self.kept = Kept(team, x, agreed.inlines[team.rank], parts, prefix) if keep or parts is not None else None
 
     def chosen(self, team: Team) -> Route:
         """Return the route of the data. Collective, after plan(); raises the same on all ranks."""
@@ -188,8 +196,14 @@ class Plannable(Operation):
         if self.shared:
             activity.took("window")
             result = self.in_window(team)
-        if result is None:
-            result = self.move(team) if self.small is None else self.small.take(self.dest)
+        if result is None and self.kept is not None and self.kept.inline:
+            dest = self.dest
+            if dest is None or dest.is_contiguous():
+                result = self.kept.take(dest)
+            elif (packed := self.kept.take(None)) is not None:
+                result = copyable(dest).copy_(copyable(packed))
+        elif result is None:
+            result = self.move(team)
         if result is not None:
             return result if self.out is None else self.out
         if self.grad and self.sent is not None:
@@ -197,7 +211,8 @@ class Plannable(Operation):
         return None
 
 
-_FIXED = frozenset({int, str, bool, type(None)})  # others may change in place, or have methods of their own
+_MOST = 256  # calls that a team keeps
+_HEADERS = 2**16  # headers that it keeps with them: fewer calls in a large team
 
 
 def run(op: Operation, team: Team, async_op: bool = False) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, overload
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hpcdist import layout
 from hpcdist.collectives import results
+from hpcdist.collectives.kept import Parts, encode, prefix_of
 from hpcdist.collectives.run import Plannable, run
-from hpcdist.collectives.small import Parts, encode, prefix_of
 from hpcdist.collectives.structures import Distribution
 from hpcdist.comm.route import Method
 from hpcdist.comm.team import Group, Team
@@ -121,10 +121,14 @@ class Scatter(Plannable):
         self.x, self.dim, self.root, self.counts, self.shared = x, dim, root, counts, bool(shared)
         self.route, self.out, self.allow_pickle = route, out, allow_pickle
 
-    def arguments(self) -> tuple[Any, ...]:
-        listed = type(self.counts) in (list, tuple)
-        counts = self.counts if listed else (self.counts,)
-        return self.dim, self.root, self.route, self.allow_pickle, listed, *counts
+    def arguments(self) -> Hashable:
+        given, counts = (self.dim, self.root, self.route, self.allow_pickle), self.counts
+        if type(self.dim) is type(self.root) is int and type(self.allow_pickle) is bool:
+            if type(counts) in (list, tuple) and {int}.issuperset(map(type, counts)):
+                return *given, *counts
+            if counts is None or type(counts) is str:
+                return *given, counts
+        return None
 
     def validate(self, team: Team, call: Call) -> None:
         local.check_split(self, team.rank, team.size, team.settings.device.type != "cpu", call)
@@ -153,7 +157,7 @@ class Scatter(Plannable):
         on_gpu = agreed.kinds[team.rank] == MemoryKind.GPU
         own = team.settings.device if on_gpu else torch.device("cpu")
         self._device = own if call.x is None else call.x.device
-        self.bind(team, call.x, call.out, agreed, prefix_of(2 + len(cut.shape) + team.size))
+        self.bind(team, call.x, call.out, agreed, prefix_of(2 + len(cut.shape) + team.size), keep=agreed.inline)
 
     def parts(self, team: Team) -> Parts:
         cut, whole = self._blocks, layout.whole(self._blocks.shape)

@@ -145,11 +145,8 @@ class _FirstUse:
     """The team of a group in the making, for the record of calls."""
 
     def __init__(self, group: Group) -> None:
-        self.number = digest("", group.peers)
+        self.number, self.begun = digest("", group.peers), 0
         activity.peers[self.number] = group.peers
-
-    def next_call(self) -> int:
-        return 0
 
 
 _torch_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Context, Group]] = weakref.WeakKeyDictionary()

@@ -13,9 +13,7 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from hpcdist import activity
@@ -126,10 +124,12 @@ class HeaderBuffers:
         capacity: bytes of data that fit behind a header.
 
     Attributes:
-        own, all: this rank's header and data, and those of all ranks one after the other.
-        messages: `all` as a tensor.
-        send, recv: the same, as mpi4py takes them.
+        own: this rank's latest message: its header and data.
+        all: the messages of all ranks, one after the other.
+        recv: the same, as mpi4py takes it: memory, bytes of each message, type.
         starts: where the data of each rank begin in `all`.
+        headers: returns the headers that are in `all`.
+        memory: returns a buffer of some bytes at an address.
         last, agreed: headers that were last agreed on, and what was agreed.
     """
 
@@ -137,42 +137,13 @@ class HeaderBuffers:
         from mpi4py import MPI
 
         stride = HEADER + capacity
-        self.own = bytearray(stride)
-        self.all = bytearray(stride * size)
-        with torch.inference_mode(False):
-            self.messages = torch.frombuffer(self.all, dtype=torch.uint8)
-        self.send = [self.own, MPI.BYTE]
+        self.own, self.all = bytes(stride), bytearray(stride * size)
         self.recv = [self.all, stride, MPI.BYTE]
-        self.last: list[tuple[bytes]] = []
-        self.agreed: Any = None
-        self._capacity, self._memory = capacity, MPI.buffer.fromaddress
         self.starts = range(HEADER, HEADER + stride * size, stride)
-        self._parts = struct.Struct(f"{HEADER}s{capacity}x")
-
-    def headers(self) -> list[tuple[bytes]]:
-        """Return the headers of all ranks, without the data."""
-        return list(self._parts.iter_unpack(self.all))
-
-    def put(self, data: Sequence[Tensor | bytes]) -> int:
-        """Put bytes or contiguous host memory behind this rank's header; return their size, or -1 if it is too much."""
-        sizes = [part.nbytes if isinstance(part, Tensor) else len(part) for part in data]
-        if (total := sum(sizes)) > self._capacity:
-            return -1
-        start = HEADER
-        for part, nbytes in zip(data, sizes, strict=True):
-            if nbytes:
-                memory: Any = self._memory(part.data_ptr(), nbytes) if isinstance(part, Tensor) else part
-                self.own[start : start + nbytes] = memory
-                start += nbytes
-        return total
-
-    def put_again(self, header: bytes, x: Tensor | None) -> None:
-        """Put a header with the data that followed it, and contiguous host memory behind these."""
-        start = len(header)
-        self.own[:start] = header
-        if x is not None and (nbytes := x.nbytes):
-            memory: Any = self._memory(x.data_ptr(), nbytes)
-            self.own[start : start + nbytes] = memory
+        self.headers = struct.Struct(f"{HEADER}s{capacity}x" * size).unpack
+        self.memory = MPI.buffer.fromaddress
+        self.last: tuple[bytes, ...] = ()
+        self.agreed: Any = None
 
     def data(self, rank: int, start: int, nbytes: int) -> bytes:
         """Return a part of the data behind the header of a rank."""
@@ -202,6 +173,7 @@ class Team:
         peers: rank in the world, and in torch.distributed, of each rank of the team.
         foreground: the team itself; for a team in the background, the team in the foreground.
         number: identity of the team in records of calls, the same on all ranks; that of its background is one more.
+        begun: number of calls recorded.
         calls: number of verbs begun, in the foreground and (True) with async_op; in a background team, those of the
             foreground before the current one.
         torch_groups: torch backends by name, see :mod:`hpcdist.routes.c10d`.
@@ -228,7 +200,7 @@ class Team:
         self.size: int = comm.size
         self.peers = group.peers
         self.calls = {False: 0, True: 0}
-        self._begun = 0
+        self.begun = 0
         self.torch_groups: dict[str, Any] = {}
         self.number: int = _agree_on_number(comm, group) if foreground is None else foreground.number + 1
         self.side_comm = comm.Dup() if foreground is None else comm
@@ -263,11 +235,6 @@ class Team:
     def node_of(self) -> list[int]:
         """The number of the node of each rank."""
         return [self.settings.node_of[peer] for peer in self.peers]
-
-    def next_call(self) -> int:
-        """Return the number of a call of this team that begins now."""
-        self._begun += 1
-        return self._begun
 
     @property
     def topology(self) -> Topology:

@@ -9,6 +9,7 @@ from hpcdist.layout.box import (
     boxes as boxes,
     overlaps as overlaps,
     run_boxes as run_boxes,
+    run_start as run_start,
     run_starts as run_starts,
     runs as runs,
     whole as whole,

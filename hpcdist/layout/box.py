@@ -124,6 +124,16 @@ def runs(box: Box, shape: Sequence[int]) -> tuple[int, int]:
     return prod(box.shape[dim:]), prod(box.shape[:dim])
 
 
+def run_start(box: Box, shape: Sequence[int]) -> int | None:
+    """Return the element at which a box begins in a contiguous tensor of `shape`; None if it is more than one run."""
+    start = 0
+    if box.shape != tuple(shape) and runs(box, shape)[1] > 1:
+        return None
+    for at, extent in zip(box.offset, shape, strict=True):
+        start = start * extent + at
+    return start
+
+
 def _run_dim(box: Box, shape: Sequence[int]) -> int:
     """The first dim that a run extends along."""
     dim = len(shape)

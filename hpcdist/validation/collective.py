@@ -64,20 +64,25 @@ def exchange(team: Team, call: Call, exchanged: bool = False) -> Agreed:
     """
     buffers = team.headers
     if not exchanged:
-        _HEADER.pack_into(
-            buffers.own,
-            0,
+        data: list[Any] = []
+        for part in call.inline or ():
+            data.append(part if isinstance(part, bytes) else buffers.memory(part.data_ptr(), part.nbytes))
+        nbytes = sum(map(len, data))
+        if call.inline is None or nbytes > team.inline:
+            data, nbytes = [], -1
+        header = _HEADER.pack(
             _digests((call.verb, call.route, call.dim_arg, call.root, *call.options), call.tensor, call.counts),
             call.extent,
             call.out_extent,
             call.kind,
             call.grad,
             call.problem is not None,
-            -1 if call.inline is None else buffers.put(call.inline),
+            nbytes,
             0 if call.verb == LEAVE else team.calls[team.foreground is team],
         )
-        allgather(team, buffers.send, buffers.recv)
-    headers = buffers.headers()
+        buffers.own = b"".join((header, *data)).ljust(len(buffers.own), b"\0")
+        allgather(team, buffers.own)
+    headers = buffers.headers(buffers.all)
     if headers != buffers.last:  # programs repeat their calls: no need to compare the headers again
         buffers.last, buffers.agreed = headers, _compare(headers, call.root)
     activity.touch()
@@ -87,12 +92,13 @@ def exchange(team: Team, call: Call, exchanged: bool = False) -> Agreed:
     return agreed
 
 
-def allgather(team: Team, send: Any, recv: Any) -> None:
-    """Exchange the messages of all ranks of the team. Collective; one Allgather."""
+def allgather(team: Team, message: bytes) -> None:
+    """Exchange the messages of all ranks of the team: see HeaderBuffers. Collective; one Allgather."""
+    recv = team.headers.recv
     if team.foreground is team:
-        team.comm.Allgather(send, recv)
+        team.comm.Allgather((message, recv[2]), recv)
     else:
-        _poll(team.comm.Iallgather(send, recv))
+        _poll(team.comm.Iallgather((message, recv[2]), recv))
 
 
 def leave(team: Team) -> None:
@@ -128,10 +134,10 @@ def check_out(
     objects.raise_problems(verb, dict.fromkeys(outs, LOSES_GRADIENT) if grad else {})
 
 
-def _compare(headers: list[tuple[bytes]], root: int) -> Agreed | None:
+def _compare(headers: tuple[bytes, ...], root: int) -> Agreed | None:
     """Return the agreed values of the headers of a call from or to `root`; None if they disagree."""
     digests, extents, out_extents, kinds, grads, problems, inlines, calls = zip(
-        *(_HEADER.unpack(header) for (header,) in headers), strict=True
+        *map(_HEADER.unpack, headers), strict=True
     )
     parts = [{digest[at : at + 8] for digest in digests} - {_NONE} for at in (0, 8, 16)]
     if any(problems) or max(map(len, (*parts, set(calls)))) > 1:

@@ -38,20 +38,15 @@ class TorchGroup:
     """A process group of torch as the record of calls counts it, and its hooks.
 
     Attributes:
-        number: identity of the group in records of calls, the same on all ranks.
+        number, begun: see :class:`hpcdist.activity.Counted`.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
-        self._calls = 0
+        self.begun = 0
         name = distributed_c10d._world.pg_names[group]
         digest = blake2b(f"torch {name}".encode(), digest_size=8).digest()
         self.number = int.from_bytes(digest, "little") >> 2 << 1 or 2  # an odd number would be one in the background
-
-    def next_call(self) -> int:
-        """Return the number of a collective that begins now."""
-        self._calls += 1
-        return self._calls
 
     @cached_property
     def _backends(self) -> dict[str, tuple[str, float | None]]:
@@ -91,7 +86,9 @@ class TorchGroup:
             return
         operation = args.name.name
         peer = args.root if operation in _MESSAGES else None
-        number = self.next_call() if peer is None else -1 - (peer if peer >= 0 else activity.ANYBODY)
+        if peer is None:
+            self.begun += 1
+        number = self.begun if peer is None else -1 - (peer if peer >= 0 else activity.ANYBODY)
         kind = f"{_name_of(operation)}() {'of ' if device == 'cpu' else ISSUED.lstrip()}{name}"
         own.record.patient = True  # if issuing it raises, no hook reports its end
         own.record.limit = limit

@@ -76,11 +76,8 @@ def test_blocking_calls_start_no_thread(world: hd.World) -> None:
 
 def test_an_error_reaches_who_waits(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
     class Team:
-        number, size = 0, 1  # of more ranks, the job would end
+        number, size, begun = 0, 1, 0  # of more ranks, the job would end
         worker = Worker("test")
-
-        def next_call(self) -> int:
-            return 1
 
     def fail(team: object) -> None:
         raise OSError("no such wire")

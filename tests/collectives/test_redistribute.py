@@ -92,7 +92,8 @@ def test_strides_out_and_the_limits(world: hd.World, route: str, limits: str, mo
     if limits == "lowered":
         for module, name, value in [(sizes, "PIECE", 24), (mpi, "LIMIT", 100)]:
             monkeypatch.setattr(module, name, value)
-    world._context.team.plans.clear()  # what is remembered was made under other limits
+    team = world._context.team
+    team.plans.clear(), team.repeats.clear()  # what is remembered was made under other limits
     findings, size = Findings(world.comm), world.world_size
     for dtype in (torch.float32, torch.complex64, torch.uint8):
         for name in strides_for(dtype):
@@ -109,7 +110,7 @@ def test_strides_out_and_the_limits(world: hd.World, route: str, limits: str, mo
                     findings.check(got is out, "out is returned")
                     findings.same(out, expected, f"{name} {src} to {dst} into a {form} out")
                     findings.same(around, untouched, "written besides out")
-    world._context.team.plans.clear()
+    team.plans.clear(), team.repeats.clear()
     findings.settle()
 
 
@@ -373,5 +374,5 @@ def test_what_one_rank_alone_has_forgotten(world: hd.World) -> None:
         findings.same(hd.concat(x), whole, "concat")
         findings.same(hd.split(whole if world.rank == 0 else None), x, "split")
         if turn == 1:  # all of them lose their transfers
-            team.plans.clear()
+            team.plans.clear(), team.repeats.clear()
     findings.settle()

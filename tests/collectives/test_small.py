@@ -1,4 +1,4 @@
-"""Small calls: the data travel behind the headers, and a call like an earlier one computes less again."""
+"""A call like an earlier one computes less again; the data of small calls travel behind the headers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist.collectives import small
+from hpcdist.collectives import run
 from hpcdist.collectives.join import Join
+from hpcdist.collectives.redistribute import Redistribute
 from hpcdist.collectives.split import Scatter
 from hpcdist.comm import mpi
 from hpcdist.comm.team import HEADER, inline_capacity
@@ -61,12 +62,14 @@ def test_around_the_capacity(world: hd.World) -> None:
     findings.settle()
 
 
-def test_extents_that_change_on_one_rank_alone(world: hd.World) -> None:
-    """The others repeat their call, and find that it is not the same."""
+@pytest.mark.parametrize("columns", [1, 300])
+def test_extents_that_change_on_one_rank_alone(columns: int, world: hd.World) -> None:
+    """The others repeat their call, and find that it is not the same; also where the data are too large for headers."""
     findings = Findings(world.comm)
-    for turn in range(6):
+    for turn in (0, 0, 1, 2, 2, 0, 100, 100, 0, 100, 0):
         extents = tuple(2 + turn * (rank == world.world_size - 1) for rank in range(world.world_size))
-        verbs(findings, world, whole_of((sum(extents),), torch.int64, turn), 0, extents)
+        verbs(findings, world, whole_of((sum(extents), columns), torch.int64, turn), 0, extents)
+        verbs(findings, world, whole_of((columns, sum(extents)), torch.int64, turn), 1, extents)
     findings.settle()
 
 
@@ -209,7 +212,7 @@ def test_a_small_call_sends_no_other_message(world: hd.World, monkeypatch: pytes
 
 
 def test_what_is_remembered_is_bounded(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small, "_MOST", 5)
+    monkeypatch.setattr(run, "_MOST", 5)
     for n in range(20):
         whole = hd.concat(torch.full((n + 1,), n, dtype=torch.uint8))
         assert_on_all_ranks(world.comm, whole.tolist() == [n] * ((n + 1) * world.world_size))
@@ -235,12 +238,22 @@ def test_without_room_behind_the_headers(world: hd.World, monkeypatch: pytest.Mo
     comm.Free()
 
 
-def test_small_calls_with_out_and_counts_are_known(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, out, one = torch.arange(3), torch.empty(3 * world.world_size, dtype=torch.int64), torch.empty(1)
+def _forget(world: hd.World) -> None:
+    """Forget earlier calls: this happens by itself when there are too many, or too many transfers of redistribute."""
+    team = world._context.team
+    team.repeats.clear(), team.plans.clear()
+
+
+@pytest.mark.parametrize("n", [3, 300])
+def test_calls_with_out_and_counts_are_known(n: int, world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    _forget(world)
+    x, out, part = torch.arange(n), torch.empty(n * world.world_size, dtype=torch.int64), torch.empty(n)
 
     def call() -> None:
         hd.concat(x, out=out)
-        hd.split(torch.ones(world.world_size) if world.rank == 0 else None, counts=[1] * world.world_size, out=one)
+        hd.gather(x)
+        hd.split(torch.ones(n * world.world_size) if world.rank == 0 else None, counts=[n] * world.world_size, out=part)
+        hd.redistribute(x, hd.Split(0), hd.Replicate(), out=out)
 
     def refuse(*_: object) -> None:
         raise AssertionError("the call was not known")
@@ -248,13 +261,15 @@ def test_small_calls_with_out_and_counts_are_known(world: hd.World, monkeypatch:
     call()
     monkeypatch.setattr(Join, "plan", refuse)
     monkeypatch.setattr(Scatter, "plan", refuse)
-    out.fill_(-1), one.fill_(-1)
+    monkeypatch.setattr(Redistribute, "plan", refuse)
+    out.fill_(-1), part.fill_(-1)
     call()
-    assert_on_all_ranks(world.comm, torch.equal(out, x.repeat(world.world_size)) and one.item() == 1)
+    assert_on_all_ranks(world.comm, torch.equal(out, x.repeat(world.world_size)) and torch.equal(part, torch.ones(n)))
 
 
 def test_what_another_rank_changed_once_is_remembered_then(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
     last = world.world_size - 1
+    _forget(world)
 
     def call(extent: int) -> None:
         x = torch.full((extent if world.rank == last else 2,), world.rank)

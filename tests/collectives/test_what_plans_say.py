@@ -10,7 +10,7 @@ import torch
 from collective import Findings, assert_on_all_ranks, change_settings, raises_on_all_ranks
 
 import hpcdist as hd
-from hpcdist.collectives.small import BEHIND_HEADERS
+from hpcdist.collectives.kept import BEHIND_HEADERS
 from hpcdist.comm import mpi
 from hpcdist.comm.windows import Windows
 from hpcdist.routes import c10d, hdf5_files

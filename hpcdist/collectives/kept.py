@@ -1,0 +1,176 @@
+"""Planned calls that a team keeps for the next one like them; the data of small ones travel behind the headers."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpcdist import activity, layout
+from hpcdist.comm.route import Method
+from hpcdist.comm.team import HEADER, Team
+from hpcdist.layout import Box
+from hpcdist.process import abort
+from hpcdist.tensors.storage import copyable
+from hpcdist.validation import collective
+from hpcdist.validation.collective import Agreed
+
+BEHIND_HEADERS = Method("behind the headers by which the ranks agree", "the data of every rank fit there")
+_SPARE = 2**12  # bytes of a result; larger ones are not allocated in advance
+
+
+class Parts(NamedTuple):
+    """What moves in a planned operation: the parts of one tensor, in rank order.
+
+    Attributes:
+        shape, dtype: those of the whole tensor.
+        sources, dests: box that each rank sends, and box that it receives; None for a rank that sends or receives none.
+        recvs: (source, box) pairs that make up this rank's part of the result.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sources: Sequence[Box | None]
+    dests: Sequence[Box | None]
+    recvs: Sequence[tuple[int, Box]]
+
+    def traffic(self, rank: int) -> tuple[int, int]:
+        """Return the bytes that a rank sends to, and receives from, other ranks."""
+        nothing = Box((0,) * len(self.shape), (0,) * len(self.shape))
+        sources, dests = ([box or nothing for box in boxes] for boxes in (self.sources, self.dests))
+        moves = layout.overlaps(sources, dests, rank)
+        sent, received = (sum(box.size() for peer, box in of if peer != rank) for of in (moves.sends, moves.recvs))
+        return self.dtype.itemsize * sent, self.dtype.itemsize * received
+
+    def came(self, agreed: Agreed, prefix: int) -> bool:
+        """Return whether the data of all ranks arrived behind the headers. The same on all ranks."""
+        for nbytes, box in zip(agreed.inlines, self.sources, strict=True):
+            if box is not None and nbytes != prefix + self.dtype.itemsize * box.size():
+                return False
+        return agreed.inline
+
+
+class Kept:
+    """A planned call, kept for the next one like it, and where its result lies if its data come behind the headers.
+
+    Every rank receives the parts of all ranks, also in a gather or a split: for so few bytes an Allgather takes as long
+    as a Gatherv, and it tells every rank whether the others make the same call with tensors that fit.
+
+    Persistent requests (MPI_Allgather_init) would not match the blocking Allgather of another rank's verb, and hang
+    where this is an error. They would gain little: 256 bytes on 2 ranks take 2.47 instead of 2.26 us with MPICH 5.0.2,
+    and 0.61 instead of 0.74 us with Open MPI 5.0.11.
+
+    Args:
+        x: tensor that this rank sends.
+        behind: bytes behind its header, or -1: its data as well if they fit there, even where those of others do not.
+        parts: the parts, if all of them arrived behind the headers.
+        prefix: bytes before the data of each rank that sends some; they stay the same.
+
+    Attributes:
+        inline: whether the data come behind the headers.
+        calls: calls of the other kind (with or without async_op) that the team had made.
+    """
+
+    def __init__(self, team: Team, x: Tensor | None, behind: int, parts: Parts | None, prefix: int) -> None:
+        buffers = self._buffers = team.headers
+        self._headers, self.calls = buffers.last, team.calls[team.foreground is team]
+        self.inline = parts is not None
+        self._nbytes, self._shape = 0 if x is None else max(0, behind - prefix), None if x is None else x.shape
+        start = HEADER + max(0, behind - self._nbytes)
+        self._start, self._rest = buffers.own[:start], bytes(len(buffers.own) - start - self._nbytes)
+        self._box = None if parts is None else parts.dests[team.rank]
+        if parts is None or self._box is None:
+            return
+        self._dtype, itemsize, places = parts.dtype, parts.dtype.itemsize, []
+        self._pieces: list[tuple[Tensor, tuple[slice, ...]]] | None = None
+        self._spare: list[tuple[Tensor, Any]] = []  # results that are given to later calls, and their memory
+        self._most = 1
+        for source, box in sorted(parts.recvs, key=itemgetter(1)):
+            held, into = parts.sources[source], box.relative_to(self._box.offset)
+            assert held is not None
+            at, run = (
+                layout.run_start(box.relative_to(held.offset), held.shape),
+                layout.run_start(into, self._box.shape),
+            )
+            if at is None or run is None:
+                self._pieces = self._cut(parts, prefix)
+                break
+            begin = buffers.starts[source] + prefix + itemsize * at
+            places.append(slice(begin, begin + itemsize * box.size()))
+        self._pick = itemgetter(*places, slice(0))  # a tuple, whatever their number
+
+    def _cut(self, parts: Parts, prefix: int) -> list[tuple[Tensor, tuple[slice, ...]]]:
+        """Return views of the data behind the headers, and where each goes in the result."""
+        assert self._box is not None
+        messages, pieces = torch.frombuffer(self._buffers.all, dtype=torch.uint8), []
+        for source, box in parts.recvs:
+            held, begin = parts.sources[source], self._buffers.starts[source] + prefix
+            if held is not None and box.size():
+                part = messages[begin : begin + parts.dtype.itemsize * held.size()].view(parts.dtype).view(held.shape)
+                pieces.append((copyable(part[box.slices(held.offset)]), box.slices(self._box.offset)))
+        return pieces
+
+    def exchange(self, team: Team, x: Tensor | None) -> bool:
+        """Exchange the headers of this call, with `x` behind this rank's; return whether no rank's has changed.
+
+        Collective; one Allgather.
+        """
+        buffers = self._buffers
+        data: Any = buffers.memory(x.data_ptr(), self._nbytes) if x is not None and self._nbytes else b""
+        message = b"".join((self._start, data, self._rest))
+        collective.allgather(team, message)
+        if buffers.headers(buffers.all) == self._headers:
+            return True
+        buffers.own = message
+        return False
+
+    def keep(self, op: Any) -> None:
+        """Keep what an operation that moves more data knows after its plan."""
+        own = ("x", "out", "sent", "dest", "kept")  # of each call
+        self._plan = {name: value for name, value in vars(op).items() if name not in own}
+
+    def again(self, op: Any, team: Team) -> Any:
+        """Move the data of another such operation, after exchange(). Collective."""
+        activity.touch()
+        vars(op).update(self._plan)
+        op.sent, op.dest = op.x if self._shape is None else op.x.view(self._shape), op.out
+        with abort.InTransfer(op.name, team.size):
+            return op.forward(team)
+
+    def take(self, out: Tensor | None) -> Tensor | None:
+        """Return this rank's part of the result in new memory, or in `out`, which is contiguous; None if it has none.
+
+        Memory is allocated for several calls at once: between other work, one allocation takes a fifth of a call.
+        """
+        buffers = self._buffers
+        if self._box is None:
+            return None
+        if out is not None:
+            memory = buffers.memory(out.data_ptr(), out.nbytes)
+        else:
+            if not self._spare:
+                with torch.inference_mode(False):  # a result is of use outside of it, too
+                    made = [torch.empty(self._box.shape, dtype=self._dtype, device="cpu") for _ in range(self._most)]
+                self._spare += [(x, buffers.memory(x.data_ptr(), x.nbytes)) for x in made]
+                self._most = min(2 * self._most, 1 if made[0].nbytes > _SPARE else 8)
+            out, memory = self._spare.pop()
+        if self._pieces is None:
+            memory[:] = b"".join(self._pick(buffers.all))
+        else:
+            for piece, index in self._pieces:
+                copyable(out)[index].copy_(piece)
+        return out
+
+
+def prefix_of(numbers: int) -> int:
+    """Return the bytes of encode(): a multiple of 16, so that data of any dtype are aligned behind them."""
+    return -(-numbers // 2) * 16
+
+
+def encode(numbers: Sequence[int]) -> bytes:
+    """Encode the description of the data that follow, for the other ranks."""
+    return array("q", numbers).tobytes().ljust(prefix_of(len(numbers)), b"\0")
