@@ -29,9 +29,12 @@ def where(verb: str, frames: int = 1) -> bytes:
     Args:
         frames: number of innermost frames that are certainly this library's; to look at a frame takes time.
     """
-    frame = outside(sys._getframe(frames))
-    key = verb, id(frame.f_code), frame.f_lasti
-    known = _texts.get(key)
+    frame = sys._getframe(frames)
+    known = _texts.get((verb, id(frame.f_code), frame.f_lasti))
+    if known is None:
+        frame = outside(frame)
+        key = verb, id(frame.f_code), frame.f_lasti
+        known = _texts.get(key)
     if known is None:
         if len(_texts) >= _MOST_PLACES:
             _texts.clear()

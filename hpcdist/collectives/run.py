@@ -228,13 +228,14 @@ def run(op: Operation, team: Team, async_op: bool = False) -> Any:
     else:
         team.calls[False] += 1
         text = callsite.where(op.name, frames=2)  # of where() and run(); their caller may be the outermost frame
-        with (
-            activity.InCall(op.name, team, text=text, tensors=op.x, route=op.unrouted),
-            abort.InStep(op.name, team.size),
-        ):
-            result = op.execute(team)
-            if op.grad:
-                result = autograd.attach(op, team, result)
+        with activity.InCall(op.name, team, text=text, tensors=op.x, route=op.unrouted):
+            try:
+                result = op.execute(team)
+                if op.grad:
+                    result = autograd.attach(op, team, result)
+            except BaseException as error:  # as InStep does, at no cost to small calls
+                abort.InStep(op.name, team.size).__exit__(type(error), error, None)
+                raise
     return result if op.out is None else written(op.out, result)
 
 

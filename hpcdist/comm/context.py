@@ -104,6 +104,8 @@ class Context:
         Raises:
             TypeError, ValueError, HpcdistError: as :meth:`group_of`.
         """
+        if given is None:
+            return self.team
         group = self.group_of(given)
         team = self.teams.get(group)
         if team is None:

@@ -229,7 +229,7 @@ def context() -> Context:
 
 def team_of(group: GroupLike | None = None) -> Team:
     """Return the team of a group; that of all ranks for None. Collective over the group when it is first used."""
-    return current()._context.team_of(group)
+    return (_world or current())._context.team_of(group)
 
 
 def init(
