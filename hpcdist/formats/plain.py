@@ -20,13 +20,13 @@ from torch import Tensor
 from hpcdist import layout
 from hpcdist.errors import refusal
 from hpcdist.layout import Box
-from hpcdist.tensors import pool
 from hpcdist.tensors.storage import as_bytes, bits
 
 # Bytes that are written at once: half of a second-level cache, so that a block is still there to be hashed. Nor does
 # the page cache take memory in larger pieces then, for which a virtual machine may wait: see benchmarks/README.md.
 BLOCK = 2**19
-SHORT = 2**12  # bytes: runs shorter than this are read together with what lies between them
+NEAR = 2**14  # bytes: runs that begin at this distance at most are read together, with what lies between them
+_TOGETHER = 2**22  # bytes that are read so at once: more leave the caches, and each time takes some 50 us
 
 _sync_file_range = ctypes.CDLL(None).sync_file_range
 _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
@@ -125,8 +125,8 @@ class Raw:
     def read(self, fd: int, box: Box, out: Tensor, window: int) -> None:
         """Read a box into `out`, a CPU tensor of its shape and of this dtype, with any strides.
 
-        If `out` is contiguous and the box consists of runs of SHORT bytes or more, the data are read directly into
-        `out`. Otherwise they are read into a buffer of at most `window` bytes, with the bytes between short runs.
+        Straight into place if `out` is contiguous and no runs are read together; else by way of a buffer of at most
+        `window` bytes.
         """
         if box.size() == 0:
             return
@@ -134,22 +134,21 @@ class Raw:
         if cover == box and out.is_contiguous():
             self.read_runs(fd, box, out)
             return
-        for part in layout.boxes(cover, max(1, window // self.dtype.itemsize)):
+        limit = max(1, min(window, _TOGETHER) // self.dtype.itemsize)
+        buffer = torch.empty(min(limit, cover.size()), dtype=self.dtype, device="cpu")
+        for part in layout.boxes(cover, limit):
             held = part.intersect(box)
             if held.size():
-                buffer = pool.empty(part.shape, self.dtype, "cpu", fixed=True)
-                self.read_runs(fd, part, buffer)
-                bits(out)[held.slices(box.offset)] = bits(buffer)[held.slices(part.offset)]
+                found = buffer[: part.size()].view(part.shape)
+                self.read_runs(fd, part, found)
+                bits(out)[held.slices(box.offset)] = bits(found)[held.slices(part.offset)]
 
     def cover(self, box: Box) -> Box:
-        """Return what is read for a box: its short runs extended by all that lies between them."""
-        length, count = layout.runs(box, self.shape)
-        dim = len(self.shape)
-        while count > 1 and length * self.dtype.itemsize < SHORT and dim > 0:
-            dim -= 1
-            offset = (*box.offset[:dim], *(0,) * (len(self.shape) - dim))
-            box = Box(offset, (*box.shape[:dim], *self.shape[dim:]))
-            length, count = layout.runs(box, self.shape)
+        """Return what is read for a box: runs that are near each other extended by all that lies between them."""
+        for dim, count in enumerate(box.shape):
+            if count > 1 and prod(self.shape[dim + 1 :]) * self.dtype.itemsize <= NEAR:
+                rest = self.shape[dim + 1 :]
+                return Box((*box.offset[: dim + 1], *(0,) * len(rest)), (*box.shape[: dim + 1], *rest))
         return box
 
     def read_runs(self, fd: int, box: Box, out: Tensor, digest: Any = None) -> None:

@@ -22,7 +22,6 @@ from hpcdist.control import objects
 from hpcdist.errors import coded, listed, reason, refusal
 from hpcdist.formats.contents import Stored
 from hpcdist.formats.known import describe
-from hpcdist.formats.plain import SHORT
 from hpcdist.layout import Box
 from hpcdist.layout.box import BoxSequence, Copies, Ints, Listed, Shards, grid, summed
 from hpcdist.runtime import world
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
 VERB = "staging.load"
 _PLAN = "plan of staging.load"
 _ONCE_PER = ("auto", "rank", "job")
+SHORT = 2**12  # bytes: where runs are shorter, ranks share the reading
 LEAST = 2**16  # bytes that ranks read together by default; below, to read them takes less time than to send them
 
 

@@ -28,7 +28,8 @@ def random_box(draw: random.Random, shape: tuple[int, ...]) -> Box:
 def test_any_box_into_any_strides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(5)
     for turn in range(180):
-        monkeypatch.setattr(plain, "SHORT", (1, 16, 4096)[turn % 3])
+        monkeypatch.setattr(plain, "NEAR", (0, 16, 4096)[turn % 3])
+        monkeypatch.setattr(plain, "_TOGETHER", (40, 2**20)[turn % 2])
         shape = tuple(draw.randrange(1, 7) for _ in range(draw.randrange(1, 5)))
         dtype = draw.choice((torch.int16, torch.float64, torch.complex64, torch.uint8))
         whole, box = whole_of(shape, dtype, salt=turn), random_box(draw, shape)
