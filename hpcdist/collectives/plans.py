@@ -63,7 +63,7 @@ def plan(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None, *
         concat: route mpi, MPI_Allgatherv
           this rank sends 3,072 bytes, receives 3,072 bytes; result: new memory
           because route='auto' takes mpi for data in host memory
-          because the data of a rank are more than the 192 bytes that travel behind a header
+          because the data of a rank are more than the 960 bytes that travel behind a header
         >>> join(x).shape
         torch.Size([1024])
     """

@@ -153,7 +153,8 @@ class HeaderBuffers:
 
 def inline_capacity(size: int) -> int:
     """Return the bytes of data that may travel behind the header of a rank in a team of `size` ranks."""
-    return max(0, min(limits.INLINE, limits.HEADERS // size - HEADER)) // 16 * 16  # aligned for every dtype
+    most = max(limits.SHORT // size - HEADER, min(limits.IN_LARGE_TEAM, limits.HEADERS // size - HEADER))
+    return max(0, min(limits.INLINE, most)) // 16 * 16  # aligned for every dtype
 
 
 class Team:

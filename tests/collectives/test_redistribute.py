@@ -188,7 +188,7 @@ def test_what_is_sent_is_what_was_counted(world: hd.World, monkeypatch: pytest.M
         real(self, team, send, recv, what)
 
     monkeypatch.setattr(mpi.Mpi, "alltoallv", spy)
-    whole = whole_of((50 * size, size + 1), torch.int16)
+    whole = whole_of((500 * size, size + 1), torch.int16)
     go = hd.plan(hd.redistribute, _part(whole, hd.Split(0), world.rank, size), hd.Split(0), hd.Split(1))
     findings.same(go(_part(whole, hd.Split(0), world.rank, size)), _part(whole, hd.Split(1), world.rank, size), "data")
     findings.check(sent == ([go.sent] if size > 1 else []), f"{sent} sent, {go.sent} counted")

@@ -222,7 +222,12 @@ def test_what_is_remembered_is_bounded(world: hd.World, monkeypatch: pytest.Monk
 def test_the_headers_of_many_ranks_stay_small() -> None:
     for size in (1, 2, 4096, 16384, 10**6):
         assert size * (HEADER + inline_capacity(size)) <= max(limits.HEADERS, HEADER * size)
-    assert inline_capacity(2) == 192 and inline_capacity(8192) == 64 and inline_capacity(10**6) == 0
+    assert (
+        inline_capacity(2) == inline_capacity(16) == 960
+        and inline_capacity(64) == 192
+        and inline_capacity(8192) == 64
+        and inline_capacity(10**6) == 0
+    )
 
 
 def test_without_room_behind_the_headers(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
