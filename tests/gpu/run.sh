@@ -43,8 +43,10 @@ echo "== the doctor, $gpus ranks: nothing is to be broken"
 timeout 120 "$mpirun" -n "$gpus" "$python" -m hpcdist.doctor || status=1
 echo "== hangs, on a GPU's ranks: the deadline names rank 1"
 for reason in sleep stop; do
-    # The last rank of two that share a GPU, or have one each, does not come; what is said of it is looked for.
+    # The last rank of two that share a GPU, or have one each, does not reach the call: the deadline says so.
     LIMIT=5 BACKEND=$([ "$gpus" -gt 1 ] || echo gloo) timeout 120 "$mpirun" -n 2 "$python" tests/watch/hanging.py "$reason" concat 2>&1 |
-        grep -E "rank 1 \(.*(has not come|is stopped)" || status=1
+        grep -E "rank 1 \(.*(has not reached|is stopped)" || status=1
 done
+echo "== benchmarks, $gpus ranks: concat of 8 B to 2 GiB, and the copy of a save within 1.15 of a plain one"
+timeout 300 "$mpirun" -n "$gpus" "$python" benchmarks/gpu.py || status=1
 exit $status

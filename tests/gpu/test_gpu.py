@@ -154,7 +154,7 @@ def test_staging_in_the_background(gpu_world: hd.World, folder: Path) -> None:
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("once_per", ["rank", "node", "job"])
+@pytest.mark.parametrize("once_per", ["auto", "rank", "job"])
 def test_staging_reads_once(once_per: str, gpu_world: hd.World, folder: Path) -> None:
     """Into GPU memory on rank 0, and host memory elsewhere."""
     whole = torch.arange(1 << 20).view(1 << 10, 1 << 10)
