@@ -45,9 +45,7 @@ def proportional_memory() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
-def once(
-    world: hd.World, path: Path, expected: Mapping[str, torch.Tensor], options: dict[str, Any], compressed: bool
-) -> tuple[int, ...]:
+def once(world: hd.World, path: Path, expected: Mapping[str, torch.Tensor], options: dict[str, Any]) -> tuple[int, ...]:
     """Check a load; return (bytes read, sent, memory that it added) of all ranks. Collective."""
     comm = world.comm
     said = hd.plan(hd.staging.load, path, dim=None, **options)
@@ -62,7 +60,7 @@ def once(
     added = comm.allreduce(proportional_memory() - memory)
     if not all(comm.allgather(right)):
         raise SystemExit(f"wrong data with {options}")
-    if not compressed and abs(read - said.file_bytes_of_all) > 2**20 * comm.size:  # and its structure
+    if abs(read - said.file_bytes_of_all) > 2**20 * comm.size:  # and its structure
         raise SystemExit(f"{read:,} bytes were read with {options}, expected {said.file_bytes_of_all:,}")
     return read, said.sent_by_all, added
 
@@ -78,19 +76,18 @@ def seconds(world: hd.World, path: Path, options: dict[str, Any]) -> float:
 def run(world: hd.World, asked: argparse.Namespace, folder: Path) -> None:
     torch.set_num_threads(1)
     for size in asked.sizes:
-        for count, compression in ((1, None), (16, None), (4, "gzip")):
-            path = folder / f"{count}{compression}.h5"
+        for count in (1, 16):
+            path = folder / f"{count}.h5"
             tensors = {f"x{i}": torch.arange(size // count // 8) + i for i in range(count)}
-            hd.staging.save(path, tensors, None, compression=compression)
-            moved = {name: once(world, path, tensors, options, bool(compression)) for name, options in METHODS.items()}
+            hd.staging.save(path, tensors, None)
+            moved = {name: once(world, path, tensors, options) for name, options in METHODS.items()}
             times: dict[str, list[float]] = {name: [] for name in METHODS}
             for round_ in range(asked.rounds):
                 for name in random.Random(round_).sample(list(METHODS), len(METHODS)):
                     times[name].append(seconds(world, path, METHODS[name]))
             if world.rank:
                 continue
-            kind = ", compressed" if compression else ""
-            print(f"\nload, np {world.world_size}, {show_size(size)} in {count} tensors{kind}")
+            print(f"\nload, np {world.world_size}, {show_size(size)} in {count} tensors")
             print(f"{'':28}{'ms':>8}{'ratio':>8}{'MiB read':>10}{'sent':>8}{'memory':>8}")
             for name, samples in times.items():
                 pairs = [a / b for a, b in zip(samples, times["every rank reads"], strict=True)]

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -54,7 +54,7 @@ def peers(plan: Any, rank: int) -> int:
     return sources + sum(len(plan.met(rank, round_)) for round_ in plan.rounds)
 
 
-def save(asked: argparse.Namespace, dim: int | None, ragged: bool, chunks: Sequence[int] | None = None) -> int:
+def save(asked: argparse.Namespace, dim: int | None, ragged: bool) -> int:
     import numpy as np
     import torch
 
@@ -69,7 +69,7 @@ def save(asked: argparse.Namespace, dim: int | None, ragged: bool, chunks: Seque
     start = now()
     for along in extents:
         shape = shape_of(dim, int(along.sum()))
-        plans.append(plan_save(Dataset("x", shape, torch.float32, chunks=chunks), dim, along, WINDOW, asked.ranks))
+        plans.append(plan_save(Dataset("x", shape, torch.float32), dim, along, WINDOW, asked.ranks))
     found = sum(peers(plan, asked.ranks // 2) for plan in plans)
     asked.seconds.append([end - begin for end, begin in zip(now(), start, strict=True)])
     return found
@@ -203,7 +203,6 @@ CASES: dict[str, Callable[[argparse.Namespace], int]] = {
     "save, regular, dim 1": lambda asked: save(asked, 1, False),
     "save, ragged, dim 1": lambda asked: save(asked, 1, True),
     "save, dim=None": lambda asked: save(asked, None, False),
-    "save, compressed, ragged, dim 0": lambda asked: save(asked, 0, True, (1024, BESIDES)),
     "load, regular, dim 0": lambda asked: load(asked, "regular"),
     "load, ragged, dim 0": lambda asked: load(asked, "ragged"),
     "load, regular, dim 1": lambda asked: load(asked, "regular, dim 1"),

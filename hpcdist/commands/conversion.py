@@ -75,7 +75,7 @@ def _look(args: Namespace) -> tuple[Contents, int | None]:
         if out.endswith(".h5"):
             flatten(dict.fromkeys(dtypes))  # checks the names
         else:
-            check_safetensors(dtypes, {}, {})
+            check_safetensors(dtypes, {})
     except (ValueError, TypeError) as error:
         raise InputError("HD418", f"{out}: {error}") from error
     files = [source, *contents.files, *glob.glob(os.path.join(glob.escape(source), "*.json"))]

@@ -192,8 +192,6 @@ class Dataset:
     Attributes:
         name, shape, dtype: of the whole tensor.
         pieces: the boxes that are written, and checked, one at a time.
-        chunks: the shape of a chunk, if it is compressed.
-        filters: h5py's arguments for the filters of the chunks.
         attrs: HDF5 attributes.
     """
 
@@ -201,8 +199,6 @@ class Dataset:
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: Listed = NO_PIECES
-    chunks: tuple[int, ...] | None = None
-    filters: Mapping[str, Any] = field(default_factory=dict)
     attrs: Mapping[str, Any] = field(default_factory=dict)
 
     def nbytes(self) -> int:
@@ -215,18 +211,18 @@ class FileMap:
 
     Attributes:
         path: of the file.
-        data: where each dataset begins; None for a compressed one.
+        data: where each dataset begins.
         page: size of a page, each of which is written by one rank: see :mod:`hpcdist.staging.writer`.
         resumed: whether it may hold data already, which another run has written.
     """
 
     path: str
-    data: list[int | None]
+    data: list[int]
     page: int
     resumed: bool = False
 
     @classmethod
-    def of(cls, path: Path, data: Iterable[int | None]) -> FileMap:
+    def of(cls, path: Path, data: Iterable[int]) -> FileMap:
         """The map of a file whose datasets begin at these bytes."""
         return cls(str(path), list(data), page_size(path.parent))
 

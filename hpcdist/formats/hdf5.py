@@ -122,10 +122,9 @@ class _HDF5(Format):
 
         align = max(ALIGNMENT, os.stat(path.parent).st_blksize)  # on Lustre, the stripe
         # HDF5 does not survive a write that fails: let a limit on file sizes show before it is used.
-        plain = [d for d in datasets if d.chunks is None]
-        os.truncate(path, sum(d.nbytes() + (align if d.nbytes() >= align else 0) for d in plain))
-        large = [d for d in plain if d.nbytes() >= align]
-        places: dict[str, int | None] = {}
+        os.truncate(path, sum(d.nbytes() + (align if d.nbytes() >= align else 0) for d in datasets))
+        large = [d for d in datasets if d.nbytes() >= align]
+        places: dict[str, int] = {}
         if large:
             with h5py.File(path, "w", alignment_threshold=align, alignment_interval=align, **_NEW) as file:
                 places = {dataset.name: _create(file, dataset) for dataset in large}
@@ -148,8 +147,7 @@ class _HDF5(Format):
         import h5py
 
         entries = [
-            {"name": d.name, "shape": list(d.shape), "dtype": str(d.dtype), "chunks": d.chunks and list(d.chunks)}
-            | {"pieces": len(table)}
+            {"name": d.name, "shape": list(d.shape), "dtype": str(d.dtype), "pieces": len(table)}
             for d, table in zip(datasets, tables, strict=True)
         ]
         parts = {_PLAN: json.dumps({"datasets": entries}).encode(), _PIECES: b"".join(t.tobytes() for t in tables)}
@@ -179,14 +177,10 @@ def _set(file: Any, name: str, attrs: Mapping[str, Any]) -> None:
         file[name].attrs.update({key: _fixed_length(value) for key, value in attrs.items()})
 
 
-def _create(file: Any, dataset: Dataset) -> int | None:
-    """Create a dataset; return its place, None for a compressed one."""
-    dtype = stored_dtype(dataset.dtype)
-    if dataset.chunks is None:
-        place: int | None = _create_plain(file, dataset.name, dataset.shape, dtype).get_offset()
-        return place
-    file.create_dataset(dataset.name, dataset.shape, dtype, chunks=dataset.chunks, **dataset.filters)
-    return None
+def _create(file: Any, dataset: Dataset) -> int:
+    """Create a dataset; return its place."""
+    made = _create_plain(file, dataset.name, dataset.shape, stored_dtype(dataset.dtype))
+    return made.get_offset() or 0  # None of an empty one
 
 
 def _create_plain(file: Any, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
@@ -313,7 +307,7 @@ def _stored(
             others[name] = _type_text(dataset)
             continue
         where = None
-        if chunks is None and dataset.get_offset() is not None and dataset.get_type() == _type_of(dtype):
+        if dataset.get_offset() is not None and dataset.get_type() == _type_of(dtype):
             where = Raw(path, dataset.get_offset(), shape, dtype)
         found[name] = Stored(name, shape, dtype, where, None, table)
     return found, external, others
@@ -324,10 +318,10 @@ def _check_planned(
 ) -> None:
     """Raise a FileError that names how a dataset, HDF5's object of this dtype, differs from what was written."""
     shape = None if dataset.shape is None else list(dataset.shape)
-    found: dict[str, Any] = {"shape": shape, "chunks": chunks and list(chunks)}
+    found: dict[str, Any] = {"shape": shape, "chunks": chunks}
     if getattr(torch, entry["dtype"].removeprefix("torch."), None) in DTYPES:  # not another torch's: integers are read
         found["dtype"] = str(dtype)
-    differ = [f"{key} {value}, not {entry[key]}" for key, value in found.items() if value != entry[key]]
+    differ = [f"{key} {value}, not {entry.get(key)}" for key, value in found.items() if value != entry.get(key)]
     if not differ and dtype is not None and dataset.get_type() != _type_of(dtype):
         differ = [f"{dtype} stored as {dataset.dtype.str}, not {_type_of(dtype).dtype.str}"]
     if differ:

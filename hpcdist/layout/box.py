@@ -321,21 +321,17 @@ class Listed(BoxSequence):
         return low + np.flatnonzero(common)
 
 
-def grid(shape: Sequence[int], limit: int, cell: Sequence[int] | None = None) -> Listed:
-    """Cut a tensor into boxes of at most `limit` elements, in C order, as layout.boxes() does; with a `cell`, into
-    boxes of whole cells, of one at least."""
-    n, sizes = len(shape), np.array(cell or (1,) * len(shape), np.int64)
-    cells = [-(-extent // size) for extent, size in zip(shape, sizes.tolist(), strict=True)]
-    most = max(1, limit // prod(sizes.tolist()))
-    dim = 0
-    while dim < n - 1 and prod(cells[dim + 1 :]) > most:
+def grid(shape: Sequence[int], limit: int) -> Listed:
+    """Cut a tensor into boxes of at most `limit` elements, in C order, as layout.boxes() does."""
+    n, dim = len(shape), 0
+    while dim < n - 1 and prod(shape[dim + 1 :]) > limit:
         dim += 1
     if not n or not prod(shape):
         none = np.zeros((0 if n else 1, n), np.int64)
         return Listed(none, none, shape)
-    step = max(1, most // prod(cells[dim + 1 :]))
-    counts = [*cells[:dim], -(-cells[dim] // step)]
-    extents = np.array([*(1,) * dim, step, *cells[dim + 1 :]], np.int64) * sizes
+    step = max(1, limit // prod(shape[dim + 1 :]))
+    counts = [*shape[:dim], -(-shape[dim] // step)]
+    extents = np.array([*(1,) * dim, step, *shape[dim + 1 :]], np.int64)
     offsets = np.zeros((prod(counts), n), np.int64)
     offsets[:, : dim + 1] = np.indices(counts).reshape(dim + 1, -1).T * extents[: dim + 1]
     return Listed(offsets, np.minimum(offsets + extents, np.array(shape)) - offsets, shape)

@@ -194,18 +194,14 @@ def check_attrs(attrs: Any, given: Mapping[str, Any]) -> None:
             raise ArgumentError("HD418", f"attrs of {name!r}: {DTYPE_ATTRIBUTE} is hpcdist's own")
 
 
-def check_safetensors(dtypes: Mapping[str, torch.dtype], attrs: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+def check_safetensors(dtypes: Mapping[str, torch.dtype], attrs: Mapping[str, Any]) -> None:
     """Raise an ArgumentError for data that a .safetensors file cannot hold.
 
     Args:
         dtypes: by name of the tensor.
         attrs: by name of a tensor, and "" for the file.
-        options: of save(), by name, that such a file does not have.
     """
     suffix = safetensors.SUFFIX
-    for option, value in options.items():
-        if value:
-            raise ArgumentError("HD419", f"{option} is given, which a {suffix} file does not have")
     if safetensors.METADATA in dtypes:
         raise ArgumentError("HD418", f"{safetensors.METADATA!r} cannot be the name of a tensor in a {suffix} file")
     for name, dtype in dtypes.items():

@@ -1,7 +1,6 @@
 """Write bytes to a file that is laid out already, by one of two drivers. The file is the same.
 
-posix (PartFile): every rank writes with system calls; of compressed datasets, rank 0 writes chunks that all ranks
-compress. mpio (MpioFile): HDF5 writes through MPI-IO.
+posix (PartFile): every rank writes with system calls. mpio (MpioFile): HDF5 writes through MPI-IO.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import errno
 import os
 import tempfile
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,6 @@ from hpcdist.control import objects
 from hpcdist.errors import FileError, refusal
 from hpcdist.formats import plain
 from hpcdist.formats.contents import Dataset, FileMap
-from hpcdist.formats.hdf5 import stored_dtype
 from hpcdist.formats.known import format_of
 from hpcdist.formats.paths import patiently
 from hpcdist.layout import Box
@@ -254,7 +252,7 @@ class MpioFile(PartFile):
     def __init__(self, name: str, laid: FileMap, window: int, comm: MPI.Intracomm, datasets: Sequence[Dataset]) -> None:
         super().__init__(name, laid, window)
         held = zip(datasets, laid.data, strict=True)
-        self._held = sorted((at, at + d.nbytes(), d.name) for d, at in held if at is not None and d.nbytes())
+        self._held = sorted((at, at + d.nbytes(), d.name) for d, at in held if d.nbytes())
         self._comm = comm
         self._file: Any = None
 
@@ -307,35 +305,6 @@ class MpioFile(PartFile):
                 file.close()  # first: collective
         finally:
             super().close()
-
-
-# The offset of a chunk in the dataset, the mask of the filters that were skipped, and the filtered bytes.
-Chunk = tuple[tuple[int, ...], int, bytes]
-
-
-def write_chunks(path: str, name: str, chunks: Iterable[Chunk]) -> None:
-    """Write filtered chunks into a compressed dataset."""
-    import h5py
-
-    with h5py.File(path, "r+", locking=False) as file:
-        for offset, mask, content in chunks:
-            file[name].id.write_direct_chunk(offset, content, mask)
-
-
-def filtered(dataset: Dataset, box: Box, data: memoryview) -> Iterator[Chunk]:
-    """Yield the chunks of a box as HDF5's own filters make them, by way of a file in memory."""
-    import h5py
-
-    dtype = stored_dtype(dataset.dtype)
-    with h5py.File("chunks", "w", driver="core", backing_store=False) as file:
-        free = (None,) * len(box.shape)
-        held = file.create_dataset("x", box.shape, dtype, chunks=dataset.chunks, maxshape=free, **dict(dataset.filters))
-        held[...] = np.frombuffer(data, dtype).reshape(box.shape)
-        file.flush()
-        for chunk in held.iter_chunks():
-            at = tuple(part.start for part in chunk)
-            mask, content = held.id.read_direct_chunk(at)
-            yield tuple(map(sum, zip(at, box.offset, strict=True))), mask, content
 
 
 def _write(dataset: Any, box: Box, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:

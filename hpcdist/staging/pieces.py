@@ -23,7 +23,6 @@ from hpcdist.tensors.storage import Scratch, as_bytes, bits
 from hpcdist.validation.local import ArgumentError
 
 ROUND = 2**24  # bytes of a piece that ranks collect: its memory is soon reused
-_TOGETHER = 2**29  # bytes of all of these: rank 0 receives them, if they are compressed
 PIECE = 2**26  # bytes of a piece at most: the unit of writing, of checksums, and of resuming
 
 _MOST_BYTES = 2**63 - 1  # of a file
@@ -114,15 +113,15 @@ def plan_save(x: Dataset, dim: int | None, extents: Sequence[int] | Ints, window
     held = Copies(x.shape, size) if dim is None else Shards(x.shape, dim, summed(extents))
     limit = piece_limit(window, itemsize)
     joined = dim is None or prod(x.shape[:dim]) == 1 or np.count_nonzero(extents) < 2
-    own = joined and dim is not None and x.chunks is None and writers == size
-    straight = dim is None and x.chunks is None
+    own = joined and dim is not None and writers == size
+    straight = dim is None
     if not (own or straight):
-        limit = max(1, min(limit, min(ROUND, min(window, _TOGETHER) // size) // itemsize))
+        limit = max(1, min(limit, min(ROUND, window // size) // itemsize))
     check_pieces(x.shape, itemsize, limit)
     if isinstance(held, Shards) and own:
         pieces, bounds = _cut(held, limit)
         return PiecePlan(pieces, bounds, held, straight=True)
-    whole = grid(x.shape, limit, x.chunks)
+    whole = grid(x.shape, limit)
     return PiecePlan(whole, block_bounds(len(whole), size, writers), held, straight)
 
 

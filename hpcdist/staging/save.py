@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from hpcdist import activity, layout
+from hpcdist import activity
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import coded
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
         """The arguments of save() that do not change what it returns."""
 
         attrs: Mapping[str, Mapping[str, Any]] | None
-        compression: str | int | Mapping[str, Any] | None
-        chunks: tuple[int, ...] | None
         window: int
         writer: str
         writers: int | None
@@ -64,7 +62,6 @@ if TYPE_CHECKING:
 
 
 VERB = "staging.save"
-_CHUNK = 2**20  # bytes of a chunk, where the caller does not give its shape
 # Seconds in which the call returns: Python gives a thread that plans a file 5 ms (sys.getswitchinterval) before the
 # caller's may go on.
 _HEAD_START = 1e-3
@@ -97,8 +94,6 @@ def save(
     dim: int | Mapping[str, int | None] | None = 0,
     *,
     attrs: Mapping[str, Mapping[str, Any]] | None = None,
-    compression: str | int | Mapping[str, Any] | None = None,
-    chunks: tuple[int, ...] | None = None,
     window: int = WINDOW,
     writer: str = "auto",
     writers: int | None = None,
@@ -127,13 +122,9 @@ def save(
             rank holds the whole tensor; or a dict of these by name. Must agree. 0-d shards are stacked.
         attrs: HDF5 attributes by name of the tensor, and of the file for the name "". Rank 0's are written. A
             .safetensors file has text by name for "" alone, by default ``{"format": "pt"}``.
-        compression: "gzip", a gzip level, or h5py's arguments for another filter, such as ``hdf5plugin.Zstd()``. The
-            file is then chunked, and cannot be resumed. Must agree.
-        chunks: shape of a chunk, for compressed tensors; by default, rows of about 1 MiB. Must agree.
         window: bytes of host memory that a rank may use for data in transit. Must agree.
         writer: "mpio" (HDF5 through MPI-IO, needs an h5py built with it), "posix" (any h5py), or "auto": see
-            :func:`hpcdist.staging.writer`. The file is the same. Must agree. "posix" writes compressed data and
-            .safetensors files.
+            :func:`hpcdist.staging.writer`. The file is the same. Must agree. "posix" writes .safetensors files.
         writers: how many ranks write; all by default. Must agree.
         resume: continue the unfinished file of a job that died: write only pieces that differ. If this call fails, it
             keeps its unfinished file. The number of ranks may differ. Must agree.
@@ -254,8 +245,6 @@ def _check(
     tensors: Any,
     dim: Any,
     attrs: Any,
-    compression: Any,
-    chunks: Any,
     window: Any,
     writer: Any,
     writers: Any,
@@ -269,19 +258,18 @@ def _check(
         shard, at = local.tensor(given[name], along or 0, name)
         flat[name] = shard.view(given[name].shape) if along is None else shard
         shards[name] = (shard.dtype, None if along is None else at, tuple(flat[name].shape))
-    filters, chunk = _filters(compression, chunks)
     check_attrs(attrs, given)
     attrs = attrs or {}
     same: dict[str, Any] = {
-        "path": target_path(path), "compression": filters, "chunks": chunk, "window": positive("window", window),
-        "writers": count("writers", writers, team.size) or team.size, "writer": _driver_of(writer, filters),
+        "path": target_path(path), "window": positive("window", window),
+        "writers": count("writers", writers, team.size) or team.size, "writer": _driver_of(writer),
         "resume": bool(resume), "max_shard_size": shard_size(max_shard_size, os.fsdecode(path)),
     }  # fmt: skip
     own = dict(attrs.get("", {}))
     if same["path"].endswith(safetensors.SUFFIX):
         if writer == "mpio":
             raise ArgumentError("HD419", f"writer mpio writes HDF5: a {safetensors.SUFFIX} file needs auto or posix")
-        check_safetensors({name: x.dtype for name, x in flat.items()}, attrs, {"compression": filters, "chunks": chunk})
+        check_safetensors({name: x.dtype for name, x in flat.items()}, attrs)
         own, same["writer"] = {"format": "pt", **own}, "posix"
     options = SaveOptions(same["writer"], same["window"], same["resume"], own, same["max_shard_size"], progress)
     return SaveCall(flat, shards, same, attrs, options)
@@ -298,35 +286,13 @@ def _dims(dim: Any, given: Mapping[str, Any]) -> dict[str, int | None]:
     return {name: dims[name] for name in given}
 
 
-def _driver_of(writer: Any, filters: Mapping[str, Any]) -> str:
-    """The driver that is used. Where HDF5 writes chunks of several ranks through MPI-IO, ranks write into each other's
-    pages."""
+def _driver_of(writer: Any) -> str:
+    """The driver that is used."""
     if writer not in drivers.NAMES:
         raise ArgumentError("HD419", f"writer is {writer!r}, expected one of {', '.join(drivers.NAMES)}")
     if (reason := drivers.missing(writer)) is not None:
         raise ArgumentError("HD419", f"writer {writer} cannot be used: {reason}")
-    if writer == "mpio" and filters:
-        raise ArgumentError("HD419", "writer mpio does not compress; use auto or posix")
-    return "posix" if filters else drivers.active(writer)[0]
-
-
-def _filters(compression: Any, chunks: Any) -> tuple[dict[str, Any], tuple[int, ...] | None]:
-    """h5py's arguments for the filters of chunks, which are empty without compression."""
-    if compression is None:
-        if chunks is not None:
-            raise ArgumentError("HD419", "chunks is given without compression: tensors are contiguous then")
-        return {}, None
-    if isinstance(compression, Mapping):
-        filters = dict(compression)
-    elif compression == "gzip" or (isinstance(compression, int) and 0 <= compression <= 9):
-        filters = {"compression": "gzip", "compression_opts": 4 if compression == "gzip" else compression}
-    else:
-        raise ArgumentError("HD419", f"compression is {compression!r}, expected 'gzip', 0 to 9, or h5py's arguments")
-    if "scaleoffset" in filters:
-        raise ArgumentError("HD419", "compression with scaleoffset is lossy: the file would hold other values")
-    if chunks is not None and (not chunks or min(index(c) for c in chunks) < 1):
-        raise ArgumentError("HD419", f"chunks is {chunks}, expected an extent >= 1 for each dim")
-    return filters, None if chunks is None else tuple(index(c) for c in chunks)
+    return drivers.active(writer)[0]
 
 
 def _save(team: Team, check: Callable[[], SaveCall]) -> None:
@@ -354,9 +320,7 @@ def _plan(team: Team, call: SaveCall) -> tuple[list[Dataset], list[PiecePlan]]:
             if dim is not None:
                 shape = (*shape[:dim], sum(along.tolist()), *shape[dim + 1 :])
             check_shape(shape, dtype.itemsize)
-            chunks = _chunks(shape, dtype, same)
-            filters = same["compression"] if chunks else {}
-            x = Dataset(name, shape, dtype, chunks=chunks, filters=filters, attrs=call.attrs.get(name, {}))
+            x = Dataset(name, shape, dtype, attrs=call.attrs.get(name, {}))
             plans.append(plan_save(x, dim, along, same["window"], same["writers"]))
             datasets.append(replace(x, pieces=plans[-1].pieces))
     except ArgumentError as error:
@@ -367,16 +331,6 @@ def _plan(team: Team, call: SaveCall) -> tuple[list[Dataset], list[PiecePlan]]:
 def _extents(call: SaveCall, first: Mapping[str, tuple[torch.dtype, int | None, tuple[int, ...]]]) -> list[int]:
     """For each tensor, in rank 0's order, the extent of this rank's shard along its dim; 0 without one."""
     return [0 if dim is None else call.shards[name][2][dim] for name, (_, dim, _) in first.items()]
-
-
-def _chunks(shape: tuple[int, ...], dtype: torch.dtype, same: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The shape of a chunk of a compressed tensor: by default, rows of about a MiB."""
-    if not same["compression"] or not shape or 0 in shape:
-        return None
-    chunks = same["chunks"] or next(layout.boxes(layout.whole(shape), max(1, _CHUNK // dtype.itemsize))).shape
-    if len(chunks) != len(shape):
-        raise ArgumentError("HD419", f"has {len(shape)} dims, but chunks is {chunks}")
-    return tuple(map(min, chunks, shape))
 
 
 _Arguments = tuple[dict[str, Any], dict[str, tuple[torch.dtype, int | None, tuple[int, ...]]]]
@@ -420,9 +374,7 @@ def _write(file: FileWriter, i: int, plan: PiecePlan, x: Tensor) -> None:
     for round_ in plan.rounds:
         collected = collect(team, plan, x, round_, scratch)
         mine = plan.piece(team.rank, round_)
-        if file.datasets[i].chunks is not None:
-            file.put_filtered(i, mine, collected)
-        elif collected is not None and mine is not None:
+        if collected is not None and mine is not None:
             file.put(i, mine, collected)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpcdist import activity
 from hpcdist.comm.team import Team
-from hpcdist.control import codec, objects
+from hpcdist.control import objects
 from hpcdist.errors import FileError, HpcdistError, RankError, coded, reason
 from hpcdist.formats import plain, safetensors
 from hpcdist.formats.contents import Dataset, FileMap
@@ -64,7 +64,7 @@ class Target:
         self.path, self.datasets = path, datasets
         self.format = format_of(path)
         self._options = options
-        self._resume = options.resume and not any(d.chunks for d in datasets)  # HDF5 moves chunks when it writes them
+        self._resume = options.resume
         self._commit: Commit | None = None
 
     def lay_out(self) -> FileMap:
@@ -73,11 +73,11 @@ class Target:
             stack.callback(self.discard)
             commit = self._commit = Commit(self.path, self._resume)
             there = 0 if commit.left is None else os.fstat(commit.left).st_blocks * 512
-            check_target(self.path, sum(d.nbytes() for d in self.datasets if d.chunks is None) - there)
+            check_target(self.path, sum(d.nbytes() for d in self.datasets) - there)
             made = self.format.create(commit.part, self.datasets, self._options.attrs)
             if commit.left is not None:
                 places = zip(made.data, self.datasets, strict=True)
-                made = replace(made, resumed=commit.adopt((at, at + d.nbytes()) for at, d in places if at is not None))
+                made = replace(made, resumed=commit.adopt((at, at + d.nbytes()) for at, d in places))
             sync(commit.part, forget=True)  # before another rank opens it, and writes there
             stack.pop_all()
         return made
@@ -244,7 +244,7 @@ class FileWriter(RankWriter):
             mpio = options.writer == "mpio" and drivers.takes_path(of.path)
             args = name, of, options.window
             files.append(MpioFile(*args, team.comm, target.datasets) if mpio else PartFile(*args))
-            where |= {i: (files[-1], start or 0) for i, start in zip(rows, of.data, strict=True)}
+            where |= {i: (files[-1], start) for i, start in zip(rows, of.data, strict=True)}
         super().__init__(files, datasets, [where[i] for i in range(len(datasets))], options)
         try:
             if isinstance(files[0], MpioFile):  # all ranks open it together, or none
@@ -259,24 +259,6 @@ class FileWriter(RankWriter):
         except Exception as error:  # reported when the block ends
             self.fail(error)
 
-    def put_filtered(self, i: int, row: int | None, piece: Tensor | None) -> None:
-        """Write a piece of a compressed dataset, or take part while others do. Collective; a failure is kept."""
-        chunks, dataset = list[drivers.Chunk](), self.datasets[i]
-        if self.problem is None and row is not None and piece is not None:
-            try:
-                chunks += drivers.filtered(dataset, dataset.pieces[row], memory(piece))
-                self.written[i, row] = plain.checksum(memory(piece))
-            except Exception as error:
-                self.fail(error)
-        found = objects.gather_bytes(self.team.comm, codec.encode(chunks))
-        try:
-            if found:
-                arrived = (chunk for block in found for chunk in codec.decode(block))
-                drivers.write_chunks(self.files[0].map.path, dataset.name, arrived)
-        except Exception as error:
-            self.fail(error)
-        self.report(0 if piece is None else piece.nbytes)
-
     def commit(self, datasets: Sequence[Dataset] | None = None) -> None:
         """Give the file its name, complete and on the disk. Collective.
 
@@ -288,7 +270,7 @@ class FileWriter(RankWriter):
         """
         held = list(zip(self._where, self.datasets, strict=True))
         for file in self.files:
-            arrays = [(at, at + d.nbytes()) for (of, at), d in held if of is file and d.chunks is None]
+            arrays = [(at, at + d.nbytes()) for (of, at), d in held if of is file]
             problem = file.edges.settle(self.team, arrays, file.write)
             try:
                 file.close()  # MPI-IO may write until then

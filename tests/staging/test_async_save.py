@@ -71,7 +71,7 @@ def check_file(findings: Findings, path: Path, wholes: dict[str, Any], what: obj
     ("name", "options"),
     [
         *(("x.h5", {"writer": writer, "buffer": n}) for writer in ("auto", "posix") for n in (None, 0, 2000, 10**6)),
-        *(("x.h5", options) for options in ({"compression": 1}, {"resume": True}, {"writers": 1})),
+        *(("x.h5", options) for options in ({"resume": True}, {"writers": 1})),
         *(("x.safetensors", options) for options in ({}, {"max_shard_size": 10**6}, {"buffer": 0})),
     ],
     ids=str,

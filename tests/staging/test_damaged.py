@@ -42,7 +42,7 @@ WHOLES = {
 ATTRS = {"": {"epoch": 3}, "model/weight": {"unit": "m"}}
 # What torch until 2.12 makes of any error of a reader's read_metadata().
 UNNAMED = "metadata is None" if torch.__version__ < (2, 13) else "no such text"
-KINDS = ("plain", "compressed", "piecewise", "dcp")
+KINDS = ("plain", "piecewise", "dcp")
 ANYWHERE, DIRECTED = 45, 10  # flips of each kind of file: in all its bytes, and in each of four places
 
 
@@ -55,7 +55,7 @@ def write(kind: str, path: Path) -> None:
                 if i % hd.init().world_size == hd.init().rank:
                     file.write(name, x, (0,) * x.dim())
     else:
-        staging.save(path, WHOLES, dim=None, attrs=ATTRS, compression="gzip" if kind == "compressed" else None)
+        staging.save(path, WHOLES, dim=None, attrs=ATTRS)
 
 
 def places(path: Path) -> dict[str, list[int]]:
@@ -175,7 +175,7 @@ CHANGES: dict[str, tuple[Callable[[h5py.File], None], str]] = {
     "byte order": (replaced("model/weight", FLOATS.astype(">f4")), "torch.float32 stored as >f4, not <f4"),
     "shape": (replaced("model/weight", FLOATS[:16]), "model/weight has shape [16, 30], not [20, 30]"),
     "no value": (replaced("index", h5py.Empty("i8")), "index has shape None, not [100]"),
-    "chunks": (replaced("model/weight", FLOATS, chunks=(2, 3)), "model/weight has chunks [2, 3], not None"),
+    "chunks": (replaced("model/weight", FLOATS, chunks=(2, 3)), "model/weight has chunks (2, 3), not None"),
     "name": (lambda file: file.move("index", "indey"), "holds no index, which its plan has"),
     "plan": (other_plan, "its plan, tables of pieces or values differ from their checksum"),
     "values": (other_values, "its plan, tables of pieces or values differ from their checksum"),

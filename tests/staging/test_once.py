@@ -48,14 +48,13 @@ def test_values(verify: bool | None, comm: MPI.Intracomm, findings: Findings, wo
     array = np.arange(60_000).reshape(100, 600)
     others = {"chunked": torch.from_numpy(array), "big": torch.from_numpy(array).int()}
     staging.save(folder / "x.h5", tensors, None, window=100_000)
-    staging.save(folder / "z.h5", tensors, None, compression="gzip")
     if world.rank == 0:
         with h5py.File(folder / "other.h5", "w") as file:
             file.create_dataset("chunked", data=array, chunks=(30, 30), compression="gzip")
             file.create_dataset("big", data=array.astype(">i4"))
     world.comm.Barrier()
     for name, (once_per, shared), (size, readers) in itertools.product(
-        ("x", "z", "other"), WAYS, ((100_000, None), (2**28, None), (2**28, 1))
+        ("x", "other"), WAYS, ((100_000, None), (2**28, None), (2**28, 1))
     ):
         options = {"once_per": once_per, "shared": shared, "window": size, "readers": readers, "verify": verify}
         got = staging.load(folder / f"{name}.h5", dim=None, group=comm, **options)
@@ -114,7 +113,10 @@ def test_bytes_read_and_sent(
     size, moved = world.world_size, [0, 0]
     team, nodes = world._context.team_of(comm), len(set(world.settings.node_of))
     staging.save(folder / "x.h5", LARGE, None, window=30_000)
-    staging.save(folder / "z.h5", LARGE, None, compression=1)
+    if world.rank == 0:
+        with h5py.File(folder / "z.h5", "w") as file:
+            file.create_dataset("data", data=LARGE.numpy(), compression="gzip")
+    world.comm.Barrier()
 
     def count(place: Any, name: str, of: int, nbytes: Any) -> None:
         inner = getattr(place, name)

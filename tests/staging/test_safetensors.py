@@ -166,7 +166,6 @@ def test_what_the_format_cannot_hold(world: hd.World, folder: Path) -> None:
     cases: list[tuple[str, torch.Tensor, dict[str, Any], str]] = [
         ("x", x.to(torch.complex128), {}, "'x' has dtype torch.complex128"),
         ("__metadata__", x, {}, "'__metadata__' cannot be the name"),
-        ("x", x, {"compression": "gzip"}, "compression is given"),
         ("x", x, {"attrs": {"x": {"unit": "m"}}}, "only for the file"),
         ("x", x, {"attrs": {"": {"epoch": 3}}}, "must be text"),
         ("x", x, {"max_shard_size": 0}, "max_shard_size is 0"),

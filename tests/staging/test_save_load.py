@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import DTYPES, EXTENTS, STRIDES, extents_of, part, strides_for, whole_of
 from collective import Findings, assert_on_all_ranks
-from conftest import WRITERS, refused, same
+from conftest import WRITERS, same
 from settings import ALL
 
 import hpcdist as hd
@@ -136,46 +136,6 @@ def test_any_number_of_writers(
     findings.check(table["shape"].prod(1).sum() == whole.numel(), "all of the tensor")
     ranks = {*table["rank"].tolist()}
     findings.check(ranks == {taker * world.world_size // count for taker in range(count)}, f"written by {ranks}")
-
-
-FILTERS = [
-    {"compression": "gzip"},
-    {"compression": 9, "chunks": (2, 3)},
-    {"compression": {"compression": "lzf", "shuffle": True}, "chunks": (4, 1)},
-    {"compression": {"compression": "gzip", "fletcher32": True}, "chunks": (100, 100)},
-]
-
-
-@pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_compressed(filters: dict[str, object], writer: str, world: hd.World, findings: Findings, folder: Path) -> None:
-    """Ranks with nothing to write take part; the checksums are of what was given. The dtypes take turns."""
-    dtypes = itertools.cycle((torch.int16, torch.bfloat16, torch.bool))
-    ways = [(case, dim, next(dtypes)) for case, dim in itertools.product(EXTENTS, (0, 1))]
-    if writer == "mpio":  # where ranks would write into each other's pages
-        text, x = "writer mpio does not compress", torch.ones(3)
-        refused(world, text, staging.save, folder / "x.h5", x, writer=writer, **filters)
-        ways = [("ragged", 0, torch.int16)]
-        writer = "auto"
-    for case, dim, dtype in ways:
-        extents = extents_of(case, world.world_size)
-        shape = (sum(extents), 5) if dim == 0 else (5, sum(extents))
-        whole = whole_of(shape, dtype)
-        mine = {"x": part(whole, dim, extents, world.rank)}
-        staging.save(folder / "x.h5", mine, dim, writer=writer, window=SMALL, **filters)
-        findings.same(by_h5py(folder / "x.h5", "x", dtype), whole, f"{case} {dim} {dtype}")
-        got = staging.load(folder / "x.h5", "x", dim=dim, counts=extents, verify=True, window=SMALL)
-        findings.same(got, mine["x"], f"{case} {dim} {dtype} loaded")
-        with h5py.File(folder / "x.h5", locking=False) as file:
-            findings.check((file["x"].compression is not None) == (whole.numel() > 0), "compressed")
-        world.comm.Barrier()
-
-
-def test_another_filter(world: hd.World, folder: Path) -> None:
-    hdf5plugin = pytest.importorskip("hdf5plugin")
-    x = torch.arange(1000) // 100 + world.rank
-    staging.save(folder / "x.h5", x, compression=hdf5plugin.Zstd(), window=2**16)
-    same(world, staging.load(folder / "x.h5", counts=(1000,) * world.world_size), x)
 
 
 @pytest.mark.parametrize("dim", [0, 1, None])
