@@ -79,6 +79,7 @@ class Case:
         self.out: Any
         self.x, self.expected = self._data()
         self.out = None if self.expected is None else torch.empty_like(self.expected)
+        self._kept = [(x, x.clone()) for x in (self.x, self.expected) if x is not None]
         self.packs, self.unpacks = Copies(), Copies()
         self._prepare()
 
@@ -128,8 +129,7 @@ class Case:
         return torch.equal(result, self.expected)
 
     def intact(self) -> bool:
-        kept = zip((self.x, self.expected), self._data(), strict=True)
-        return all(x is None or y is None or torch.equal(x, y) for x, y in kept)
+        return all(torch.equal(x, kept) for x, kept in self._kept)
 
     @property
     def call(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
