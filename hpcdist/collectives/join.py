@@ -199,7 +199,9 @@ class Join(Joining, Plannable):
         return Parts(cut.shape, cut.dtype, sources, dests, recvs)
 
     def method(self, team: Team) -> Method:
-        return self.chosen(team).method(team, "gatherv" if self.rooted else "allgatherv", self._blocks.nbytes)
+        return self.chosen(team).method(
+            team, "gatherv" if self.rooted else "allgatherv", self._blocks.nbytes, max(self._blocks.counts)
+        )
 
     def in_window(self, team: Team) -> Tensor | None:
         from hpcdist.routes import window  # which imports MPI

@@ -250,7 +250,7 @@ class Transfer:
         """Return how run() would move the data. Collective."""
         if not self.longest:
             return Method("copies within each rank", "no rank needs data of another one")
-        return self.route.method(team, "alltoallv", self._total)
+        return self.route.method(team, "alltoallv", self._total, self.longest)
 
     def run(self, team: Team, y: Tensor, x: Tensor, messages: Tensor, buffer: Tensor) -> None:
         """Move the data from `x`, this rank's part, to `y`, its new part; any strides. Collective.

@@ -166,7 +166,7 @@ class Scatter(Plannable):
         return Parts(cut.shape, cut.dtype, sources, dests, [(self._root, dests[team.rank])])
 
     def method(self, team: Team) -> Method:
-        return self.chosen(team).method(team, "scatterv", self._blocks.nbytes)
+        return self.chosen(team).method(team, "scatterv", self._blocks.nbytes, max(self._blocks.counts))
 
     def in_window(self, team: Team) -> Tensor | None:
         from hpcdist.routes import window  # which imports MPI

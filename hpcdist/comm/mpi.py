@@ -1,6 +1,6 @@
-"""The route mpi: Gatherv, Scatterv, Allgatherv, Alltoallv; beyond the range of an int, sends and receives in pieces.
+"""The route mpi: each operation by the algorithm that a rule of :mod:`hpcdist.comm.tuning` names.
 
-A large Allgatherv is replaced by sends and receives if that is faster: see DIRECT.
+Beyond the range of an int, MPI's own collectives cannot count: then sends and receives in pieces.
 """
 
 from __future__ import annotations
@@ -8,74 +8,66 @@ from __future__ import annotations
 import subprocess
 import sys
 from array import array
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 from torch import Tensor
 
 from hpcdist import layout
-from hpcdist.comm.route import Alltoall, Ints, Message, Method, Route
+from hpcdist.comm import tuning
+from hpcdist.comm.route import Alltoall, Ints, Message, Method, Route, cut
+from hpcdist.comm.tuning import Rule
 from hpcdist.layout import limits
 from hpcdist.tensors import accelerator
+from hpcdist.tensors.storage import as_bytes
 
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
 LIMIT = 2**31 - 1  # bytes: counts and displacements are C ints in every MPI before 4.0, Open MPI 5.0 included
-# Total bytes from which sends and receives replace an Allgatherv. MPICH pipelines it in pieces of 32 KiB around a
-# ring, which at 64 MiB per rank takes 2 times as long on 2 ranks, and 10 times or more with more ranks than cores.
-DIRECT = 2**23 if MPI.get_vendor()[0] == "MPICH" else LIMIT
 
 
 class Mpi(Route):
     """Messages over the team's communicator."""
 
     name = "mpi"
+    algorithms: dict[str, dict[str, Callable[..., None]]]  # see hpcdist/comm/tuning.py
 
     def carries(self, team: Team, gpu: bool) -> bool:
         return not gpu or _takes_gpu_memory(team)
 
-    def method(self, team: Team, operation: str, nbytes: int) -> Method:
-        if operation in ("exchange", "allgather"):
+    def method(self, team: Team, operation: str, nbytes: int, largest: int = 0) -> Method:
+        if operation == "exchange":
             return Method("MPI sends and receives")
-        name, limit = f"MPI_{operation.capitalize()}", _limit(operation)
-        if nbytes <= limit:
-            return Method(name)
-        why = "can count" if limit == LIMIT else "is fast for"
-        return Method(
-            "MPI sends and receives", f"{nbytes:,} bytes in all are more than the {limit:,} that {name} {why}"
-        )
+        rule, names = self.rule(team, operation, nbytes, largest), tuning.ALGORITHMS[operation]
+        if nbytes > LIMIT and rule.algorithm == "sends":
+            why = f"{nbytes:,} bytes in all are more than the {LIMIT:,} that {names['mpi']} can count"
+        else:
+            why = team.rules.reason(rule)
+        return Method(names[rule.algorithm], why)
+
+    def rule(self, team: Team, operation: str, total: int, largest: int) -> Rule:
+        """Choose the algorithm for messages of `total` bytes, of which the largest has `largest`."""
+        found = team.rules.choose(operation, total, largest)
+        usable = total <= LIMIT if found.algorithm == "mpi" else found.algorithm in self.algorithms[operation]
+        return found if usable else found._replace(algorithm="sends")
+
+    def _run(self, operation: str, team: Team, total: int, largest: int, *args: Any) -> None:
+        rule = self.rule(team, operation, total, largest)
+        self.algorithms[operation][rule.algorithm](self, team, rule.segment, *args)
 
     def gatherv(self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int) -> None:
-        if displs[-1] + counts[-1] > _limit("gatherv"):
-            super().gatherv(team, send, recv, counts, displs, root)
-        else:
-            spec = None if recv is None else [memory(recv), counts, displs, MPI.BYTE]
-            team.comm.Gatherv([memory(send), counts[team.rank], MPI.BYTE], spec, root)
+        self._run("gatherv", team, sum(counts), max(counts), send, recv, counts, displs, root)
 
     def scatterv(self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int) -> None:
-        if displs[-1] + counts[-1] > _limit("scatterv"):
-            super().scatterv(team, send, recv, counts, displs, root)
-        else:
-            spec = None if send is None else [memory(send), counts, displs, MPI.BYTE]
-            team.comm.Scatterv(spec, [memory(recv), counts[team.rank], MPI.BYTE], root)
+        self._run("scatterv", team, sum(counts), max(counts), send, recv, counts, displs, root)
 
     def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
-        if displs[-1] + counts[-1] > _limit("allgatherv"):
-            super().allgatherv(team, send, recv, counts, displs)
-        else:
-            in_place = send.data_ptr() == recv.data_ptr() + displs[team.rank]  # MPI requires it
-            spec = MPI.IN_PLACE if in_place else [memory(send), counts[team.rank], MPI.BYTE]
-            team.comm.Allgatherv(spec, [memory(recv), counts, displs, MPI.BYTE])
+        self._run("allgatherv", team, sum(counts), max(counts), send, recv, counts, displs)
 
     def alltoallv(self, team: Team, send: Tensor, recv: Tensor, what: Alltoall) -> None:
-        if what.total > _limit("alltoallv"):
-            super().alltoallv(team, send, recv, what)
-        else:
-            team.comm.Alltoallv(
-                [memory(send), what.sendcounts, what.sdispls, MPI.BYTE],
-                [memory(recv), what.recvcounts, what.rdispls, MPI.BYTE],
-            )
+        self._run("alltoallv", team, what.total, what.longest, send, recv, what)
 
     def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
         for request in self.start(team, sends, recvs):
@@ -89,9 +81,65 @@ class Mpi(Route):
         return requests + [comm.Isend(piece, dest) for dest, block in sends for piece in pieces(memory(block))]
 
 
-def _limit(operation: str) -> int:
-    """Return the total bytes up to which MPI's own collective is used."""
-    return min(DIRECT, LIMIT) if operation == "allgatherv" else LIMIT
+def _gatherv(
+    route: Mpi, team: Team, _: int, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int
+) -> None:
+    spec = None if recv is None else [memory(recv), counts, displs, MPI.BYTE]
+    team.comm.Gatherv([memory(send), counts[team.rank], MPI.BYTE], spec, root)
+
+
+def _scatterv(
+    route: Mpi, team: Team, _: int, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int
+) -> None:
+    spec = None if send is None else [memory(send), counts, displs, MPI.BYTE]
+    team.comm.Scatterv(spec, [memory(recv), counts[team.rank], MPI.BYTE], root)
+
+
+def _allgatherv(route: Mpi, team: Team, _: int, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
+    in_place = send.data_ptr() == recv.data_ptr() + displs[team.rank]  # MPI requires it
+    spec = MPI.IN_PLACE if in_place else [memory(send), counts[team.rank], MPI.BYTE]
+    team.comm.Allgatherv(spec, [memory(recv), counts, displs, MPI.BYTE])
+
+
+def _ring(route: Mpi, team: Team, segment: int, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
+    """Send pieces around a ring, each as soon as it is there: a skewed call takes the time of its total.
+
+    Träff and others, "A Pipelined Algorithm for Large, Irregular All-gather Problems" (2010).
+    """
+    rank, size, comm, bytes_ = team.rank, team.size, team.comm, memory(recv)
+    blocks = cut(recv, counts, displs)
+    if send.data_ptr() != blocks[rank].data_ptr():
+        blocks[rank].copy_(as_bytes(send))
+
+    def cut_up(owner: int) -> list[list[Any]]:
+        return [
+            [bytes_[displs[owner] + at : displs[owner] + at + length], MPI.BYTE]
+            for at, length in layout.pieces(counts[owner], min(segment or limits.PIECE, limits.PIECE))
+        ]
+
+    right, left, last = (rank + 1) % size, (rank - 1) % size, (rank + 1) % size
+    arriving = [
+        (owner, piece) for turn in range(1, size) for owner in ((rank - turn) % size,) for piece in cut_up(owner)
+    ]
+    requests = [comm.Irecv(piece, left) for _, piece in arriving]
+    sent = [comm.Isend(piece, right) for piece in cut_up(rank)]
+    for request, (owner, piece) in zip(requests, arriving, strict=True):
+        request.Wait()
+        if owner != last:
+            sent.append(comm.Isend(piece, right))
+    for request in sent:
+        request.Wait()
+
+
+def _alltoallv(route: Mpi, team: Team, _: int, send: Tensor, recv: Tensor, what: Alltoall) -> None:
+    team.comm.Alltoallv(
+        [memory(send), what.sendcounts, what.sdispls, MPI.BYTE],
+        [memory(recv), what.recvcounts, what.rdispls, MPI.BYTE],
+    )
+
+
+def _by_sends(operation: Callable[..., None]) -> Callable[..., None]:
+    return lambda route, team, segment, *args: operation(route, team, *args)
 
 
 def memory(message: Tensor) -> Any:
@@ -147,4 +195,10 @@ def _try(environ: dict[str, str]) -> bool:
         return False
 
 
+Mpi.algorithms = {
+    "allgatherv": {"mpi": _allgatherv, "sends": _by_sends(Route.allgatherv), "ring": _ring},
+    "gatherv": {"mpi": _gatherv, "sends": _by_sends(Route.gatherv)},
+    "scatterv": {"mpi": _scatterv, "sends": _by_sends(Route.scatterv)},
+    "alltoallv": {"mpi": _alltoallv, "sends": _by_sends(Route.alltoallv)},
+}
 MPI_ROUTE = Mpi()

@@ -67,7 +67,7 @@ class Route:
         """Return whether it accesses GPU memory (`gpu`), or host memory, directly. Collective over the team."""
         return not gpu
 
-    def method(self, team: Team, operation: str, nbytes: int) -> Method:
+    def method(self, team: Team, operation: str, nbytes: int, largest: int = 0) -> Method:
         """Return how it carries out an operation below on messages of `nbytes` in all. Collective over the team."""
         return Method("sends and receives")
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import torch
 
+from hpcdist.comm.tuning import Tuned
+
 if TYPE_CHECKING:
     import torch.distributed as dist
     from mpi4py import MPI
@@ -32,6 +34,7 @@ class Settings:
         nodes: number of nodes.
         one_system: whether all ranks see each other's processes: one node, and no containers with pids of their own.
         node_of, memory: index of the node of each rank of the world, and its host_memory.capacity().
+        tuned: rules of the file HPCDIST_TUNE, which rank 0 has read.
         staging: folder through which route "hdf5" moves data; rank 0's is used.
         child_environ: environment for a child process that runs MPI on its own, outside the job.
         making_group: makes a context in which gloo and NCCL find their network interfaces.
@@ -44,6 +47,7 @@ class Settings:
     one_system: bool
     node_of: tuple[int, ...] = field(repr=False)
     memory: tuple[tuple[int, int], ...] = field(repr=False)
+    tuned: Tuned | None = field(repr=False)
     staging: str
     child_environ: Mapping[str, str] = field(repr=False)
     making_group: Callable[[], AbstractContextManager[None]] = field(repr=False)

@@ -6,7 +6,7 @@ import secrets
 import struct
 import weakref
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 
 from hpcdist import activity
 from hpcdist.comm.settings import Settings
+from hpcdist.comm.tuning import Place, Rules
 from hpcdist.comm.windows import Topology, Window, Windows
 from hpcdist.comm.worker import Worker
 from hpcdist.errors import HpcdistError
@@ -236,6 +237,12 @@ class Team:
     def node_of(self) -> list[int]:
         """The number of the node of each rank."""
         return [self.settings.node_of[peer] for peer in self.peers]
+
+    @cached_property
+    def rules(self) -> Rules:
+        """The rules by which algorithms are chosen. The same on all ranks."""
+        nodes = Counter(self.node_of)
+        return Rules(Place(len(nodes), max(nodes.values())), self.settings.tuned)
 
     @property
     def topology(self) -> Topology:

@@ -109,7 +109,7 @@ class _Nccl(_C10d):
     def carries(self, team: Team, gpu: bool) -> bool:
         return gpu
 
-    def method(self, team: Team, operation: str, nbytes: int) -> Method:
+    def method(self, team: Team, operation: str, nbytes: int, largest: int = 0) -> Method:
         if operation == "allgatherv":
             return Method(f"an all-gather of {accelerator.LIBRARY.upper()}")
         return Method(f"sends and receives of {accelerator.LIBRARY.upper()} in one group")

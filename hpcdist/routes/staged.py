@@ -29,7 +29,7 @@ class Staged(Route):
     def __init__(self, route: Route) -> None:
         self.route, self.name = route, route.name
 
-    def method(self, team: Team, operation: str, nbytes: int) -> Method:
+    def method(self, team: Team, operation: str, nbytes: int, largest: int = 0) -> Method:
         inner = operation if operation == "allgatherv" else "exchange"
         found = self.route.method(team, inner, min(nbytes, limits.WINDOW))
         why = f"route {self.name} cannot access the GPU memory here"

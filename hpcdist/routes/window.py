@@ -19,6 +19,7 @@ from torch import Tensor
 from hpcdist import activity, layout
 from hpcdist.comm.mpi import MPI_ROUTE, Mpi
 from hpcdist.comm.route import Ints, Message, Method, cut
+from hpcdist.comm.tuning import Rule
 from hpcdist.comm.windows import Topology, Window, by_node
 from hpcdist.layout import Box, limits
 from hpcdist.tensors.storage import as_bytes, copyable, row_major
@@ -26,9 +27,6 @@ from hpcdist.tensors.storage import as_bytes, copyable, row_major
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
-# Bytes of all messages from which they pass through windows. Below, MPI's own Allgatherv has less latency: 2 hosts x 2
-# ranks break even at 4 MiB where the wire is as fast as memory, and below 256 KiB at 1 Gbit/s (Open MPI 4.1).
-LEAST = 2**20
 SHARED_LEAST = 2**16  # bytes of a shared result; below, a copy for each rank costs less than the agreement on a window
 SHARED = Method("memory that the ranks of a node share", "shared=True was passed", True)
 _MESSAGE = 2**16  # bytes of a message between nodes at least, where there are several
@@ -262,20 +260,20 @@ class _Rounds:
 class _Window(Mpi):
     """The route mpi, with an Allgatherv that brings each byte into a node once."""
 
-    def method(self, team: Team, operation: str, nbytes: int) -> Method:
-        if operation in ("allgather", "allgatherv") and nbytes >= LEAST and team.windows.problem is None:
-            return Method(SHARED.name, "each byte is sent to a node once, not to each of its ranks")
-        return super().method(team, operation, nbytes)
-
-    def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
-        if not self.allgather(team, as_bytes(send), cut(recv, counts, displs)):
-            super().allgatherv(team, send, recv, counts, displs)
+    def rule(self, team: Team, operation: str, total: int, largest: int) -> Rule:
+        found = super().rule(team, operation, total, largest)
+        if found.algorithm == "window" and team.windows.problem is not None:
+            return found._replace(algorithm="sends")
+        return found
 
     def allgather(self, team: Team, send: Tensor, blocks: Sequence[Tensor]) -> bool:
         counts = [block.numel() for block in blocks]
-        if sum(counts) < LEAST:
-            return False
-        rounds = _Rounds(counts)
+        chosen = self.rule(team, "allgatherv", sum(counts), max(counts)).algorithm
+        return chosen == "window" and self.in_rounds(team, send, blocks)
+
+    def in_rounds(self, team: Team, send: Tensor, blocks: Sequence[Tensor]) -> bool:
+        """Gather in a window of the node. Return whether there is one."""
+        rounds = _Rounds([block.numel() for block in blocks])
         window = team.windows.take(rounds.nbytes)
         if window is None:
             return False
@@ -296,4 +294,12 @@ class _Window(Mpi):
         return True
 
 
+def _in_window(
+    route: _Window, team: Team, segment: int, send: Tensor, recv: Tensor, counts: Ints, displs: Ints
+) -> None:
+    if not route.in_rounds(team, as_bytes(send), cut(recv, counts, displs)):
+        route.algorithms["allgatherv"]["sends"](route, team, segment, send, recv, counts, displs)
+
+
+_Window.algorithms = Mpi.algorithms | {"allgatherv": {**Mpi.algorithms["allgatherv"], "window": _in_window}}
 WINDOW_ROUTE = _Window()

@@ -6,6 +6,7 @@ import atexit
 import os
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from hpcdist import activity
 from hpcdist.activity import recording
-from hpcdist.comm import launcher, rendezvous
+from hpcdist.comm import launcher, rendezvous, tuning
 from hpcdist.comm.context import Context
 from hpcdist.comm.settings import Settings
 from hpcdist.comm.team import Team
@@ -448,10 +449,25 @@ def _settings(
         one_system=watch.one_system,
         node_of=tuple(node for node, _ in places),
         memory=tuple(nbytes for _, nbytes in places),
+        tuned=_tuned(private),
         staging=os.path.abspath(asked.staging or staging_folder(nodes.count)),
         child_environ=launcher.without_launcher(os.environ),
         making_group=registration.host.making,
     )
+
+
+def _tuned(comm: MPI.Intracomm) -> tuning.Tuned | None:
+    """Return the rules of the file HPCDIST_TUNE of rank 0. Collective over `comm`; raises the same on all ranks."""
+
+    def read() -> tuning.Tuned | None:
+        if not (file := os.environ.get("HPCDIST_TUNE")):
+            return None
+        found, differs = tuning.read(file)
+        if differs:
+            warnings.warn(f"HPCDIST_TUNE: the rules of {file} do not apply: {differs}", stacklevel=2)
+        return found
+
+    return objects.run_on_root(comm, "init", read)
 
 
 def _bind(comm: MPI.Intracomm, nodes: rendezvous.Nodes, device: torch.device) -> None:

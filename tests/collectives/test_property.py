@@ -100,7 +100,7 @@ def _uncaptured(config: pytest.Config) -> Iterator[str]:
 
 
 LIMITS = [
-    *((packing, "SMALL", 128), (mpi, "LIMIT", 48), (mpi, "DIRECT", 48), (sizes, "PIECE", 96)),
+    *((packing, "SMALL", 128), (mpi, "LIMIT", 48), (sizes, "PIECE", 96)),
 ]
 """The numbers of bytes from which something goes another way, and those with which tiny tensors take it, too."""
 

@@ -19,6 +19,7 @@ import hpcdist as hd
 from hpcdist.comm import mpi, settings
 from hpcdist.comm.route import Alltoall, Route
 from hpcdist.comm.team import Team
+from hpcdist.comm.tuning import Rule
 from hpcdist.formats import plain
 from hpcdist.layout import limits as sizes
 from hpcdist.routes import c10d, hdf5_files, select, staged
@@ -27,8 +28,23 @@ from hpcdist.tensors.accelerator import MemoryKind
 pytestmark = pytest.mark.mpi
 
 PIECE = 7  # bytes: divides no message of the tests evenly
+
+
+class By(mpi.Mpi):
+    """The route mpi by one algorithm, or by sends and receives in operations that do not have it."""
+
+    def __init__(self, algorithm: str) -> None:
+        self.algorithm = algorithm
+
+    def rule(self, team: Team, operation: str, total: int, largest: int) -> Rule:
+        known = self.algorithm in self.algorithms[operation]
+        return Rule(0, 0, self.algorithm if known else "sends", PIECE)
+
+
 ROUTES: dict[str, Route] = {
     "mpi": mpi.MPI_ROUTE,
+    "mpi by ring": By("ring"),
+    "mpi by sends": By("sends"),
     "gloo": c10d.GLOO,
     "staged mpi": staged.Staged(mpi.MPI_ROUTE),
     "staged gloo": staged.Staged(c10d.GLOO),

@@ -14,6 +14,7 @@ from collective import Findings, assert_on_all_ranks, change_settings, raises_on
 from mpi4py import MPI
 
 import hpcdist as hd
+from hpcdist.comm import tuning
 from hpcdist.comm.team import Team
 from hpcdist.layout import limits
 from hpcdist.routes import window
@@ -36,7 +37,7 @@ LARGE = 40_000  # elements a rank, of float32: above the limits
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small messages take the way of large ones; and are cut, where the limits are lowered, too."""
     monkeypatch.setattr(window, "SHARED_LEAST", 0)
-    monkeypatch.setattr(window, "LEAST", 0)
+    monkeypatch.setattr(tuning, "default", lambda *_: [tuning.Rule(0, 0, "window")])
     monkeypatch.setattr(window, "_MESSAGE", 16)
     if request.param == "small pieces":
         monkeypatch.setattr(limits, "PIECE", 40)

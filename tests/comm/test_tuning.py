@@ -1,0 +1,151 @@
+"""The rules by which algorithms are chosen: of the code, and of a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from collective import Findings
+from launch import mpirun
+
+import hpcdist as hd
+from hpcdist.comm import mpi, tuning
+from hpcdist.comm.tuning import Place, Rule, Rules, Tuned, merged, read
+from hpcdist.routes import window
+from hpcdist.runtime.world import team_of
+
+RULES = {
+    "allgatherv": [
+        Rule(100, 0, "sends"),
+        Rule(100, 4, "ring", 64, {"ring": 10.0, "mpi": 20.0}),
+        Rule(1000, 0, "mpi"),
+    ],
+}
+CODE = """
+import warnings
+import torch, hpcdist as hd
+try:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        world = hd.init()
+    print(*[str(w.message) for w in found if "HPCDIST_TUNE" in str(w.message)])
+    print(hd.plan(hd.concat, torch.ones(1000)))
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.once
+def test_the_rule_of_the_largest_total_and_then_skew_is_taken() -> None:
+    rules = Rules(Place(1, 8), Tuned("file", {Place(1, 8): RULES}))
+    for total, largest, expected in [
+        (0, 0, "mpi"),
+        (99, 99, "mpi"),
+        (100, 49, "sends"),
+        (100, 50, "ring"),
+        (999, 999, "ring"),
+        (1000, 1000, "mpi"),
+    ]:
+        assert rules.choose("allgatherv", total, largest).algorithm == expected, (total, largest)
+    assert rules.choose("gatherv", 100, 100).algorithm == "mpi"
+    assert rules.choose("allgatherv", 100, 50).segment == 64
+
+
+@pytest.mark.once
+def test_rules_of_other_places_do_not_apply() -> None:
+    tuned = Tuned("file", {Place(2, 4): RULES})
+    assert Rules(Place(1, 8), tuned).choose("allgatherv", 100, 50) == Rules(Place(1, 8), None).choose(
+        "allgatherv", 100, 50
+    )
+    assert Rules(Place(2, 4), tuned).choose("allgatherv", 100, 50).algorithm == "ring"
+
+
+@pytest.mark.once
+def test_every_algorithm_has_a_name_and_a_function() -> None:
+    for operation, names in tuning.ALGORITHMS.items():
+        assert list(names) == list(window.WINDOW_ROUTE.algorithms[operation])
+        assert set(mpi.MPI_ROUTE.algorithms[operation]) == set(names) - {"window"}
+
+
+@pytest.mark.once
+def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """Tuned at two places, and at the first one again."""
+    found: Any = None
+    for place, rules in [
+        (Place(1, 4), {"gatherv": [Rule(8, 0, "sends")]}),
+        (Place(2, 4), RULES),
+        (Place(1, 4), {"allgatherv": [Rule(0, 0, "ring", 5)]}),
+    ]:
+        found = merged(found, place, rules, [{"us": place.nodes}])
+    file = tmp_path / "tune.json"
+    file.write_text(json.dumps(found))
+    tuned, differs = read(str(file))
+    assert not differs
+    assert tuned.rules == {
+        Place(1, 4): {"gatherv": [Rule(8, 0, "sends")], "allgatherv": [Rule(0, 0, "ring", 5)]},
+        Place(2, 4): RULES,
+    }
+    assert [sample["us"] for sample in found["samples"]] == [2, 1]
+    old = found | {"fingerprint": found["fingerprint"] | {"mpi": "other"}}
+    assert merged(old, Place(1, 1), {}, [])["rules"] == {}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"format": "hpcdist tune 7"}, "its format is 'hpcdist tune 7', expected 'hpcdist tune 1'"),
+        ({"rules": {"allgatherv": [{"nodes": 1, "ranks_per_node": 2, "total": 0, "skew": 0, "algorithm": "magic"}]}}, "magic"),
+        ({"rules": {"reduce": [{"nodes": 1, "ranks_per_node": 2, "total": 0, "skew": 0, "algorithm": "mpi"}]}}, "reduce"),
+        ({"rules": {"allgatherv": [{"nodes": 1, "total": 0}]}}, "ranks_per_node"),
+        ({"rules": []}, "rules"),
+        (None, "not JSON"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_used_is_one_error(tmp_path: Path, change: Any, text: str) -> None:
+    file = tmp_path / "tune.json"
+    found = merged(None, Place(1, 2), RULES, [])
+    file.write_text("{" if change is None else json.dumps(found | change))
+    job = mpirun(2, code=CODE, cwd=tmp_path, env={"HPCDIST_TUNE": "tune.json"})
+    assert job.out.count("[HD114]") == 2, job.out
+    assert job.out.count(text) >= 2, job.out
+
+
+@pytest.mark.once
+def test_a_plan_shows_the_rule_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "tune.json"
+    file.write_text(
+        json.dumps(merged(None, Place(1, 2), {"allgatherv": [Rule(0, 0, "ring", 64, {"ring": 10, "mpi": 20})]}, []))
+    )
+    job = mpirun(2, code=CODE, cwd=tmp_path, env={"HPCDIST_TUNE": "tune.json"})
+    assert job.out.count("a ring of MPI messages in pieces") == 2, job.out
+    assert job.out.count("ring takes 10 us, mpi takes 20 us") == 2, job.out
+
+
+@pytest.mark.once
+def test_a_file_of_another_machine_is_a_warning(tmp_path: Path) -> None:
+    file = tmp_path / "tune.json"
+    found = merged(None, Place(1, 2), {"allgatherv": [Rule(0, 0, "ring", 64)]}, [])
+    file.write_text(json.dumps(found | {"fingerprint": found["fingerprint"] | {"wire": "mlx5_0"}}))
+    job = mpirun(2, code=CODE, cwd=tmp_path, env={"HPCDIST_TUNE": "tune.json"})
+    assert job.out.count("do not apply: wire is") == 1, job.out
+    assert job.out.count("MPI_Allgatherv") == 2, job.out
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("algorithm", ["mpi", "sends", "ring"])
+def test_a_forced_algorithm_is_taken_and_right(world: hd.World, algorithm: str) -> None:
+    findings, size = Findings(world.comm), world.world_size
+    counts = [1000 * rank for rank in range(size)]
+    whole = torch.arange(sum(counts) * 3).view(-1, 3)
+    start = sum(counts[: world.rank])
+    mine = whole[start : start + counts[world.rank]]
+    with tuning.forced(team_of(), "allgatherv", algorithm, 1000):
+        said = hd.plan(hd.concat, mine)
+        findings.check(said.methods == (tuning.ALGORITHMS["allgatherv"][algorithm],), said)
+        findings.same(hd.concat(mine), whole, algorithm)
+        findings.same(hd.concat(mine.t(), 1), whole.t().contiguous(), f"{algorithm}, dim 1")
+    findings.settle()
