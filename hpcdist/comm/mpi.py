@@ -106,26 +106,25 @@ def _ring(route: Mpi, team: Team, segment: int, send: Tensor, recv: Tensor, coun
 
     Träff and others, "A Pipelined Algorithm for Large, Irregular All-gather Problems" (2010).
     """
-    rank, size, comm, bytes_ = team.rank, team.size, team.comm, memory(recv)
-    blocks = cut(recv, counts, displs)
+    rank, size, comm, blocks = team.rank, team.size, team.comm, cut(recv, counts, displs)
     if send.data_ptr() != blocks[rank].data_ptr():
         blocks[rank].copy_(as_bytes(send))
+    messages, limit = memory(recv), min(segment or limits.PIECE, limits.PIECE)
 
-    def cut_up(owner: int) -> list[list[Any]]:
-        return [
-            [bytes_[displs[owner] + at : displs[owner] + at + length], MPI.BYTE]
-            for at, length in layout.pieces(counts[owner], min(segment or limits.PIECE, limits.PIECE))
-        ]
+    def pieces_of(owner: int) -> list[list[Any]]:
+        start = displs[owner]
+        cuts = layout.pieces(counts[owner], limit)
+        return [[messages[start + at : start + at + length], MPI.BYTE] for at, length in cuts]
 
-    right, left, last = (rank + 1) % size, (rank - 1) % size, (rank + 1) % size
+    left, right = (rank - 1) % size, (rank + 1) % size
     arriving = [
-        (owner, piece) for turn in range(1, size) for owner in ((rank - turn) % size,) for piece in cut_up(owner)
+        (owner % size, piece) for owner in range(rank - 1, rank - size, -1) for piece in pieces_of(owner % size)
     ]
     requests = [comm.Irecv(piece, left) for _, piece in arriving]
-    sent = [comm.Isend(piece, right) for piece in cut_up(rank)]
+    sent = [comm.Isend(piece, right) for piece in pieces_of(rank) if right != rank]
     for request, (owner, piece) in zip(requests, arriving, strict=True):
         request.Wait()
-        if owner != last:
+        if owner != right:
             sent.append(comm.Isend(piece, right))
     for request in sent:
         request.Wait()

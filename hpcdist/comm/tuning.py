@@ -11,14 +11,11 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from hpcdist.errors import refusal
-
-if TYPE_CHECKING:
-    from hpcdist.comm.team import Team
 
 FORMAT = "hpcdist tune 1"
 # The algorithms of each operation, as a plan describes them
@@ -111,8 +108,13 @@ class Rules:
         return f"{rule.algorithm} is the fastest from {rule.total:,} bytes{skew} on{source}"
 
 
+class _Team(Protocol):
+    @property
+    def rules(self) -> Rules: ...
+
+
 @contextmanager
-def forced(team: Team, operation: str, algorithm: str, segment: int = 0) -> Iterator[None]:
+def forced(team: _Team, operation: str, algorithm: str, segment: int = 0) -> Iterator[None]:
     """A context in which a team takes this algorithm: to measure it. Must agree on all ranks of the team."""
     table = team.rules._table
     kept, table[operation] = table[operation], [Rule(0, 0, algorithm, segment)]
@@ -130,14 +132,16 @@ def default(place: Place, operation: str) -> list[Rule]:
     found = [Rule(0, 0, "mpi")]
     if operation == "scatterv" and not mpich:
         found += [Rule(2**24, 0, "sends")]
-    if operation == "allgatherv" and mpich:  # whose own ring has pieces of 32 KiB: 2 to 4 times as slow
-        found += [Rule(2**20, 0, "ring", 2**20), Rule(2**20, 8, "sends"), Rule(2**22, 0, "ring", 2**20)]
-        found += [Rule(2**26, 0, "ring", 2**22)]
-    elif operation == "allgatherv" and (size == 2 or size >= 8):
-        found += [Rule(2**23, 0, "ring", 2**22)]
-    if operation == "allgatherv" and place.nodes > 1 < place.ranks_per_node:
-        # 2 hosts x 2 ranks break even at 4 MiB where the wire is as fast as memory, and below 256 KiB at 1 Gbit/s.
-        found = [rule for rule in found if rule.total < 2**20] + [Rule(2**20, 0, "window")]
+    if operation == "allgatherv":
+        if place.nodes > 1 < place.ranks_per_node:
+            # 2 hosts x 2 ranks break even at 4 MiB where the wire is as fast as memory, and below 256 KiB at 1 Gbit/s.
+            found += [Rule(2**20, 0, "window")]
+        elif place.nodes > 1:  # 4 hosts at 1 Gbit/s, 16 MiB: 112 ms, not 163; skewed 183, not 305 (sends: 418)
+            found += [Rule(10**6, 0, "ring", 2**18)]
+        elif mpich and size == 2:
+            found += [Rule(10**6, 0, "ring", 2**22)]
+        elif size > 2:  # MPICH's own ring has pieces of 32 KiB: 2 to 4 times as slow
+            found += [Rule(10**6 if mpich else 16 * 10**6, 0, "sends")]
     return found
 
 
@@ -165,26 +169,23 @@ def read(file: str) -> tuple[Tuned, str]:
         ValueError: if it is not a file of this version, or names an unknown operation or algorithm.
         OSError: if it cannot be read.
     """
-    with open(file, encoding="utf-8") as opened:
-        try:
-            found: Any = json.load(opened)
-        except ValueError as error:
-            raise _unusable(file, f"not JSON: {error}") from None
-    version = found.get("format") if isinstance(found, dict) else None
-    if version != FORMAT:
-        raise _unusable(file, f"its format is {version!r}, expected {FORMAT!r}")
     rules: dict[Place, dict[str, list[Rule]]] = {}
     try:
+        with open(file, encoding="utf-8") as opened:
+            found: Any = json.load(opened)
+        if (version := found["format"]) != FORMAT:
+            raise ValueError(f"its format is {version!r}, expected {FORMAT!r}")
         for operation, rows in found["rules"].items():
             for row in rows:
                 place = Place(int(row.pop("nodes")), int(row.pop("ranks_per_node")))
-                rule = Rule(**row)
+                rule = _rule(**row)
                 if rule.algorithm not in ALGORITHMS[operation]:
-                    raise _unusable(file, f"{operation} has no algorithm {rule.algorithm!r}")
+                    raise ValueError(f"{operation} has no algorithm {rule.algorithm!r}")
                 rules.setdefault(place, {}).setdefault(operation, []).append(rule)
         theirs = dict(found["fingerprint"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise _unusable(file, f"{type(error).__name__}: {error}") from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        text = f"HPCDIST_TUNE: {file}: {type(error).__name__}: {error}; write it anew with python -m hpcdist.tune"
+        raise refusal(ValueError, "HD114", text) from None
     own = fingerprint()
     differ = [
         f"{name} is {own[name]!r} here, {theirs.get(name)!r} there" for name in own if own[name] != theirs.get(name)
@@ -213,5 +214,7 @@ def merged(before: Any, place: Place, rules: Table, samples: Iterable[Mapping[st
     return found
 
 
-def _unusable(file: str, text: str) -> Exception:
-    return refusal(ValueError, "HD114", f"HPCDIST_TUNE: {file}: {text}; write it anew with python -m hpcdist.tune")
+def _rule(total: Any, skew: Any, algorithm: str, segment: Any = 0, us: Any = ()) -> Rule:
+    """Return the rule of a row of a file."""
+    times = {str(name): float(time) for name, time in dict(us).items()}
+    return Rule(int(total), float(skew), algorithm, int(segment), times)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from collective import Findings
 from launch import mpirun
+from mpi4py import MPI
 
 import hpcdist as hd
 from hpcdist.comm import mpi, tuning
@@ -24,6 +25,7 @@ RULES = {
         Rule(1000, 0, "mpi"),
     ],
 }
+ROW = {"nodes": 1, "ranks_per_node": 2, "total": 0, "skew": 0, "algorithm": "mpi"}
 CODE = """
 import warnings
 import torch, hpcdist as hd
@@ -98,13 +100,14 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     ("change", "text"),
     [
         ({"format": "hpcdist tune 7"}, "its format is 'hpcdist tune 7', expected 'hpcdist tune 1'"),
-        ({"rules": {"allgatherv": [{"nodes": 1, "ranks_per_node": 2, "total": 0, "skew": 0, "algorithm": "magic"}]}}, "magic"),
-        ({"rules": {"reduce": [{"nodes": 1, "ranks_per_node": 2, "total": 0, "skew": 0, "algorithm": "mpi"}]}}, "reduce"),
+        ({"rules": {"allgatherv": [ROW | {"algorithm": "magic"}]}}, "magic"),
+        ({"rules": {"reduce": [ROW]}}, "reduce"),
         ({"rules": {"allgatherv": [{"nodes": 1, "total": 0}]}}, "ranks_per_node"),
-        ({"rules": []}, "rules"),
-        (None, "not JSON"),
+        ({"rules": {"allgatherv": [ROW | {"total": "many"}]}}, "many"),
+        ({"rules": []}, "items"),
+        (None, "JSONDecodeError"),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_cannot_be_used_is_one_error(tmp_path: Path, change: Any, text: str) -> None:
     file = tmp_path / "tune.json"
     found = merged(None, Place(1, 2), RULES, [])
@@ -148,4 +151,13 @@ def test_a_forced_algorithm_is_taken_and_right(world: hd.World, algorithm: str) 
         findings.check(said.methods == (tuning.ALGORITHMS["allgatherv"][algorithm],), said)
         findings.same(hd.concat(mine), whole, algorithm)
         findings.same(hd.concat(mine.t(), 1), whole.t().contiguous(), f"{algorithm}, dim 1")
+    findings.settle()
+
+
+@pytest.mark.mpi
+def test_a_single_rank_sends_itself_no_pieces(world: hd.World) -> None:
+    """A message to itself that nobody receives would wait for ever, if it is large."""
+    findings, x = Findings(world.comm), torch.arange(2**20)
+    with tuning.forced(team_of(MPI.COMM_SELF), "allgatherv", "ring", 2**18):
+        findings.same(hd.concat(x, group=MPI.COMM_SELF), x, "alone")
     findings.settle()
