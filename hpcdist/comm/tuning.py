@@ -138,10 +138,11 @@ def default(place: Place, operation: str) -> list[Rule]:
             found += [Rule(2**20, 0, "window")]
         elif place.nodes > 1:  # 4 hosts at 1 Gbit/s, 16 MiB: 112 ms, not 163; skewed 183, not 305 (sends: 418)
             found += [Rule(10**6, 0, "ring", 2**18)]
-        elif mpich and size == 2:
-            found += [Rule(10**6, 0, "ring", 2**22)]
-        elif size > 2:  # MPICH's own ring has pieces of 32 KiB: 2 to 4 times as slow
-            found += [Rule(10**6 if mpich else 16 * 10**6, 0, "sends")]
+        elif mpich:  # its own ring has pieces of 32 KiB, and takes 1.4 to 4 times as long
+            found += [Rule(10**6, 0, "ring", 2**20), Rule(10**6, 8, "sends"), Rule(4 * 10**6, 0, "ring", 2**20)]
+            found += [Rule(64 * 10**6, 0, "ring", 2**22)]
+        elif size == 2 or size >= 8:  # with 3 to 6 ranks, MPI's own is as fast or faster
+            found += [Rule(8 * 10**6, 0, "ring", 2**22)]
     return found
 
 
