@@ -32,7 +32,7 @@ FLOORS = {
     "runtime": 5,
     "collectives": 6, "p2p": 6, "staging": 6, "jobscript": 6, "stage_env": 6,
     "commands": 7, "doctor": 7, "run": 7, "trace": 7,
-    "gather": 8, "concat": 8, "split": 8, "horovod": 8, "compare": 8,
+    "gather": 8, "concat": 8, "split": 8, "horovod": 8, "compare": 8, "tune": 9,
     "": 9, "__main__": 9,
     "examples": 10,  # users of the nine floors
 }  # fmt: skip
