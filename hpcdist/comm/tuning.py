@@ -185,7 +185,7 @@ def read(file: str) -> tuple[Tuned, str]:
                 rules.setdefault(place, {}).setdefault(operation, []).append(rule)
         theirs = dict(found["fingerprint"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        text = f"HPCDIST_TUNE: {file}: {type(error).__name__}: {error}"
+        text = f"HPCDIST_TUNE: {file}: {type(error).__name__}: {error}; write it anew with python -m hpcdist.tune"
         raise refusal(ValueError, "HD114", text) from None
     own = fingerprint()
     differ = [
