@@ -53,8 +53,8 @@ def main(world: World, args: argparse.Namespace) -> int:
         case, sizes = _case(team, operation, total, skewed)
         default = Rules(place, None).choose(operation, *sizes)
         now = Rules(place, Tuned("", {place: found})).choose(operation, *sizes)
-        ways = {_name(rule): rule for rule in [default, now, *_candidates(operation, place)]}
-        contenders = [Contender(name, partial(_forced, team, operation, rule)) for name, rule in ways.items()]
+        named = {_name(rule): rule for rule in [default, now, *_candidates(operation, place)]}
+        contenders = [Contender(name, partial(_forced, team, operation, rule)) for name, rule in named.items()]
         timings = {timing.name: timing for timing in measure(contenders, case, _ROUNDS, args.seconds / len(points))}
         medians = {name: timing.seconds.median for name, timing in timings.items()}
         best = min(medians, key=medians.__getitem__)
@@ -65,7 +65,7 @@ def main(world: World, args: argparse.Namespace) -> int:
         us = {name: round(median * 1e6, 1) for name, median in medians.items()}
         samples.append({"operation": operation, "total": sizes[0], "skew": round(skew, 2), "us": us})
         gain = ratio(timings[best], timings[_name(default)])
-        chosen = ways[best] if gain is not None and gain.median < _GAIN and gain.high < 1 else default
+        chosen = named[best] if gain is not None and gain.median < _GAIN and gain.high < 1 else default
         if _name(chosen) != _name(now):
             least = int(100 * skew) / 100 if skewed else 0  # even calls are those without more skew
             found[operation].append(Rule(sizes[0], least, chosen.algorithm, chosen.segment, us))
