@@ -109,7 +109,7 @@ def _forced(team: Team, operation: str, rule: Rule, case: Case) -> Any:
 
 
 def _before(name: str) -> Any:
-    """Return what the file holds, None if there is none; a file of another kind is not replaced."""
+    """Return the contents of the file, None without a file; a file of another kind is not replaced."""
     check_target(name, 0)
     if not os.path.exists(name):
         return None
