@@ -152,13 +152,13 @@ class Kept:
         if out is not None:
             memory = buffers.memory(out.data_ptr(), out.nbytes)
         else:
-            if not self._spare:
-                with torch.inference_mode(False):  # a result is of use outside of it, too
-                    made = [torch.empty(self._box.shape, dtype=self._dtype, device="cpu")]
-                    made += [torch.empty_like(made[0]) for _ in range(self._most)]  # takes half the time
-                self._spare += [(x, buffers.memory(x.data_ptr(), x.nbytes)) for x in made]
+            spare = [] if torch.is_inference_mode_enabled() else self._spare  # tensors are of the mode they are made in
+            if not spare:
+                made = [torch.empty(self._box.shape, dtype=self._dtype, device="cpu")]
+                made += [torch.empty_like(made[0]) for _ in range(self._most)]  # takes half the time
+                spare += [(x, buffers.memory(x.data_ptr(), x.nbytes)) for x in made]
                 self._most = 15 if made[0].nbytes <= _SPARE else 0
-            out, memory = self._spare.pop()
+            out, memory = spare.pop()
         if self._pieces is None:
             memory[:] = b"".join(self._pick(buffers.all))
         else:

@@ -255,7 +255,7 @@ def test_pickles_need_both_sides(world: hd.World) -> None:
             got = hd.recv(before, allow_pickle=allowed)
             findings.check(allowed and got == {before}, got)
         except TypeError as error:
-            findings.check(not allowed and "allow_pickle=True is passed here too" in str(error), error)
+            findings.check(not allowed and "loads only with allow_pickle=True" in str(error), error)
         handle.wait(30)
     findings.settle()
 
