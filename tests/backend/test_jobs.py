@@ -125,7 +125,7 @@ def test_what_the_environment_says_must_agree_with_mpi(env: dict[str, str], text
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(("size", "text"), [("dist_size", "as told"), ("7", "rank 0 of 7, and MPI says rank 0 of 2")])
+@pytest.mark.parametrize(("size", "text"), [("dist_size", "as told"), ("7", "rank 0 of 7, but MPI has rank 0 of 2")])
 def test_rank_and_size_may_be_given_without_an_address(size: str, text: str) -> None:
     """As scripts do that read them from variables of the launcher."""
     code = f"""
