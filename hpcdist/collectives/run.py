@@ -66,8 +66,8 @@ class Operation(ABC):
                 self.which = autograd.count(team)
             result = self.forward(team)
         if key is not None and self.kept is not None and not self.grad:
-            if len(team.repeats) >= max(1, min(_MOST, _HEADERS // team.size)):
-                team.repeats.clear()
+            while len(team.repeats) >= max(1, min(_MOST, _HEADERS // team.size)):
+                del team.repeats[next(iter(team.repeats))]  # the oldest
             team.repeats[key] = self.kept
             if not self.kept.inline:
                 self.kept.keep(self)

@@ -17,6 +17,7 @@ from hpcdist import layout
 from hpcdist.formats import plain
 from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
+from hpcdist.layout.box import grid
 
 
 def random_box(draw: random.Random, shape: tuple[int, ...]) -> Box:
@@ -90,6 +91,11 @@ def test_boxes_cover_everything_once_in_order(limit: int) -> None:
         got = np.concatenate([index[b.slices()].reshape(-1) for b in cut]) if cut else np.empty(0)
         assert got.tolist() == index.reshape(-1).tolist(), (shape, limit)  # each is one run, one after the other
         assert all(b.size() <= limit for b in cut)
+        cells = list(grid(shape, limit)) if shape and 0 not in shape else []
+        seen = np.zeros(shape, int)
+        for b in cells:
+            seen[b.slices()] += 1
+        assert not cells or (seen == 1).all()
 
 
 def test_boxes_meet_in_runs() -> None:
