@@ -92,7 +92,7 @@ class Recording:
             "dropped": calls - ROWS if len(self.rows) == ROWS else 0,
             "finished": finished,
             "error_ns": max(clock.error for clock in clocks),
-            "clock": [(self._aligned(clock.local / 1e9), clock.epoch) for clock in clocks],
+            "clock": [(self._aligned(clock.local), clock.epoch) for clock in clocks],
             "calls": [_named(text, route) for text, route in names],
             "groups": {0: list(range(self._header["world_size"])), **activity.peers},
         }
@@ -119,15 +119,14 @@ class Recording:
         """Format a row; `names` numbers the texts and routes."""
         text, team, number, begin = call
         name = names.setdefault((text, route), len(names))
-        peer, last = "null", "null" if end is None else self._aligned(end)
+        peer, last = "null", "null" if end is None else self._aligned(round(end * 1e9))
         if number < 0:
             other, number = -1 - number, 0
             peer = "null" if other == NOBODY else "-1" if other == ANYBODY else str(activity.peers[team][other])
-        return f"[{name},{team},{number},{peer},{thread},{self._aligned(begin)},{last},{nbytes}]\n"
+        return f"[{name},{team},{number},{peer},{thread},{self._aligned(round(begin * 1e9))},{last},{nbytes}]\n"
 
-    def _aligned(self, seconds: float) -> int:
+    def _aligned(self, local: int) -> int:
         """Return a time of this rank's clock by the clock of the trace: its drift is taken to be constant."""
-        local = round(seconds * 1e9)
         first, last = self.clocks[0], self.clocks[-1]
         drift = last.shift - first.shift
         return local + first.shift + (drift and drift * (local - first.local) // (last.local - first.local))

@@ -92,11 +92,8 @@ class Kept:
         for source, box in sorted(parts.recvs, key=itemgetter(1)):
             held, into = parts.sources[source], box.relative_to(self._box.offset)
             assert held is not None
-            at, run = (
-                layout.run_start(box.relative_to(held.offset), held.shape),
-                layout.run_start(into, self._box.shape),
-            )
-            if at is None or run is None:
+            at = layout.run_start(box.relative_to(held.offset), held.shape)
+            if at is None or layout.run_start(into, self._box.shape) is None:
                 self._pieces = self._cut(parts, prefix)
                 break
             begin = buffers.starts[source] + prefix + itemsize * at

@@ -49,6 +49,7 @@ class Rule(NamedTuple):
     us: Mapping[str, float] = {}
 
 
+_from = itemgetter(0, 1)  # total and skew, from which a rule applies
 Table = Mapping[str, Sequence[Rule]]  # of an operation: its rules
 
 
@@ -86,7 +87,7 @@ class Rules:
         self.file = tuned.file if tuned is not None and own else ""
         self._size = place.nodes * place.ranks_per_node
         # The latter ones go before.
-        self._table = {name: [*default(place, name), *sorted(own.get(name, ()))] for name in ALGORITHMS}
+        self._table = {name: [*default(place, name), *sorted(own.get(name, ()), key=_from)] for name in ALGORITHMS}
 
     def choose(self, operation: str, total: int, largest: int) -> Rule:
         """Choose by agreed integers alone.
@@ -150,10 +151,11 @@ def fingerprint() -> dict[str, str]:
     """Return what the rules of a file depend on, beside the place."""
     from mpi4py import MPI
 
+    vendor, version = MPI.get_vendor()
     wires = sorted(os.listdir("/sys/class/infiniband")) if os.path.isdir("/sys/class/infiniband") else []
     gpu = torch.accelerator.current_accelerator()
     return {
-        "mpi": " ".join(map(str, MPI.get_vendor())).replace("(", "").replace(")", "").replace(", ", "."),
+        "mpi": f"{vendor} {'.'.join(map(str, version))}",
         "torch": torch.__version__,
         "memory": "host" if gpu is None else f"host, {gpu.type}",
         "wire": ", ".join(wires) or "no InfiniBand",

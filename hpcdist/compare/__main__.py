@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
+from hpcdist.comm.tuning import fingerprint
 from hpcdist.compare.byhand import CONTENDERS, DTYPES, VERBS, Case
 from hpcdist.compare.timing import Timing, measure
 from hpcdist.control import objects
-from hpcdist.errors import FileError, InputError
-from hpcdist.formats.paths import check_target, file_errors, write_errors, write_text
+from hpcdist.errors import InputError
+from hpcdist.formats.paths import check_target, file_errors, read_json, write_errors, write_text
 from hpcdist.runtime.cli import progress, run
 from hpcdist.runtime.commandline import Parser, path, plural, show_bytes
 from hpcdist.runtime.page import Table, render, write
@@ -146,24 +146,9 @@ def _measured(world: World, args: argparse.Namespace, lines: list[str]) -> dict[
 
 
 def _machine(world: World) -> str:
-    from mpi4py import MPI
-
-    vendor, version = MPI.get_vendor()
+    own = fingerprint()
     where = f"{plural(world.world_size, 'rank')} on {plural(world.nodes, 'node')}, {world.device.type}"
-    return f"{vendor} {'.'.join(map(str, version))}, torch {torch.__version__}, {where}"
-
-
-def load(name: str) -> dict[str, Any]:
-    """Read a file of this command.
-
-    Raises:
-        FileError: it cannot be read, or is of another kind or version.
-    """
-    with file_errors(name):
-        record = json.loads(Path(name).read_text())
-        if record["format"] != FORMAT:
-            raise FileError("HD402", f"{name}: is not in {FORMAT!r}")
-        return dict(record)
+    return f"{own['mpi']}, torch {own['torch']}, {where}"
 
 
 def _results(record: dict[str, Any]) -> dict[str, list[Timing]]:
@@ -217,7 +202,7 @@ def _alone(record: dict[str, Any]) -> Report:
 
 def _against(names: list[str]) -> Report:
     """Return the report of two files: how the second differs from the first."""
-    old, new = map(_results, map(load, names))
+    old, new = (_results(read_json(name, FORMAT)) for name in names)
     first, second = (Path(name).stem for name in names) if Path(names[0]).stem != Path(names[1]).stem else names
     tables, groups, verdicts, shares = list[Table](), list[Group](), list[str](), list[float]()
     for case in filter(new.__contains__, old):

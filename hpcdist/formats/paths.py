@@ -19,6 +19,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import glob
+import json
 import os
 import re
 import secrets
@@ -30,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hpcdist.errors import FileError, coded, reason
 
@@ -441,6 +442,19 @@ def _look_like(fd: int, old: os.stat_result, path: Path) -> None:
                 os.removexattr(fd, name)  # such as an ACL that the folder gives to new files
         for name in names:
             os.setxattr(fd, name, os.getxattr(path, name))
+
+
+def read_json(path: str, kind: str) -> dict[str, Any]:
+    """Return the contents of a JSON file whose "format" is `kind`.
+
+    Raises:
+        FileError: it cannot be read, or is of another kind or version.
+    """
+    with file_errors(path):
+        found: dict[str, Any] = json.loads(Path(path).read_text())
+        if found["format"] != kind:
+            raise FileError("HD402", f"{path}: is not in {kind!r}")
+        return found
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -1,7 +1,7 @@
 """One rank's failure ends the whole job, with its reason and its exit status.
 
 Without this, every MPI would hang: the failing rank waits in ``MPI_Finalize`` for ranks that wait for its data. If a
-    step before the end fails, such as printing or removing files, the job still ends.
+step before the end fails, such as printing or removing files, the job still ends.
 
 An uncaught exception, or a non-zero ``sys.exit``, is such a failure. ``python -m mpi4py`` (mpi4py/run.py) does the
 same, but needs another command line. If the process continues, so does the job: after an exit that is caught, or is

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hpcdist import activity, layout
 from hpcdist.comm.mpi import MPI_ROUTE, Mpi
-from hpcdist.comm.route import Ints, Message, Method, cut
+from hpcdist.comm.route import Ints, Message, Method, Route, cut
 from hpcdist.comm.tuning import Rule
 from hpcdist.comm.windows import Topology, Window, by_node
 from hpcdist.layout import Box, limits
@@ -298,7 +298,7 @@ def _in_window(
     route: _Window, team: Team, segment: int, send: Tensor, recv: Tensor, counts: Ints, displs: Ints
 ) -> None:
     if not route.in_rounds(team, as_bytes(send), cut(recv, counts, displs)):
-        route.algorithms["allgatherv"]["sends"](route, team, segment, send, recv, counts, displs)
+        Route.allgatherv(route, team, send, recv, counts, displs)
 
 
 _Window.algorithms = Mpi.algorithms | {"allgatherv": {**Mpi.algorithms["allgatherv"], "window": _in_window}}

@@ -8,7 +8,6 @@ import os
 from collections import Counter, defaultdict
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ from hpcdist.comm.tuning import ALGORITHMS, Place, Rule, Rules, Tuned
 from hpcdist.compare.byhand import Case, ours
 from hpcdist.compare.timing import Contender, measure, ratio
 from hpcdist.control import objects
-from hpcdist.errors import FileError, InputError
-from hpcdist.formats.paths import check_target, file_errors, write_text
+from hpcdist.errors import InputError
+from hpcdist.formats.paths import check_target, read_json, write_text
 from hpcdist.runtime.cli import progress, run, table
 from hpcdist.runtime.commandline import Parser, path, plural, show_bytes
 from hpcdist.runtime.world import World, team_of
@@ -111,13 +110,7 @@ def _forced(team: Team, operation: str, rule: Rule, case: Case) -> Any:
 def _before(name: str) -> Any:
     """Return the contents of the file, None without a file; a file of another kind is not replaced."""
     check_target(name, 0)
-    if not os.path.exists(name):
-        return None
-    with file_errors(name):
-        before = json.loads(Path(name).read_text())
-        if before["format"] != tuning.FORMAT:
-            raise FileError("HD402", f"{name}: is not in {tuning.FORMAT!r}")
-        return before
+    return read_json(name, tuning.FORMAT) if os.path.exists(name) else None
 
 
 def _write(name: str, contents: dict[str, Any]) -> None:
