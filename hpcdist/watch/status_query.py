@@ -41,7 +41,7 @@ _BUFFER = 2**20  # bytes on their way to a rank: the answers of many ranks at on
 _HEAD = struct.Struct(f"<{_DIGEST}sH")  # of a message: digest and length of its compressed text
 # Messages read at once, and seconds to rest after none of them was this job's: any user of the nodes can send UDP
 # datagrams, and must not keep a core busy with them.
-_BATCH, _PAUSE = 128, 0.02
+_BATCH, _PAUSE = 32, 0.02
 
 
 class Datagrams:
@@ -120,6 +120,8 @@ class Datagrams:
                     data = data[_HEAD.size + length :]
                     if compare_digest(digest, self._digest(body)):
                         found.append(json.loads(zlib.decompress(body)))
+                    elif self._socket is not None:  # a stranger's datagram: none of it is looked at again
+                        break
                 self._rest = data if self._socket is None else b""  # a datagram is received whole
         if not found:
             time.sleep(_PAUSE)

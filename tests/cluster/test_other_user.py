@@ -100,4 +100,4 @@ def test_a_flood_of_datagrams_takes_no_core() -> None:
     assert job.out.count("sum 2\n") == 2
     words = job.out.split()
     assert int(words[words.index("sent") + 1]) > 10_000, job.out
-    assert float(words[words.index("used") + 1]) < 0.4, job.out  # of 3 s
+    assert float(words[words.index("used") + 1]) < 0.15, job.out  # of 3 s: 0.03 to 0.04 when it was measured
