@@ -162,6 +162,8 @@ class Server:
         self._selector.unregister(ended)
         os.close(ended)
         _, status = os.waitpid(pid, 0)
+        for pids in self._owned.values():  # a later process may have this number
+            pids.discard(pid)
         if self.children.pop(connection, None) is not None:
             self._selector.unregister(connection)
             try:
