@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DTYPES, EXTENTS, extents_of, part, same_bits, whole_of
+from cases import DTYPES, EXTENTS, Index, extents_of, part, same_bits, whole_of
 from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 from torch import Tensor
 
 import hpcdist as hd
 from hpcdist.collectives import run
 from hpcdist.collectives.join import Join
+from hpcdist.collectives.kept import BEHIND_HEADERS
 from hpcdist.collectives.redistribute import Redistribute
 from hpcdist.collectives.split import Scatter
 from hpcdist.comm import mpi
@@ -83,61 +84,43 @@ def test_into_memory_of_the_callers(given: str, world: hd.World) -> None:
         mine = part(whole, 0, extents, rank)
         into = given == "all" or (rank == size - 1 if given == "one" else turn % 3 != 0)
         out = torch.full((sum(extents), 4), -1, dtype=torch.int32)[:, ::2] if turn == 5 else torch.full_like(whole, -1)
+        x, piece, version = mine, torch.full_like(mine, -1), out._version
         if turn == 6:
-            out[: len(mine)] = mine
-            mine = out[: len(mine)]
-        version = out._version
-        got = hd.concat(mine, out=out if into else None)
-        findings.check((got is out) == into, f"turn {turn}: the result is not out")
+            x = out[: len(mine)].copy_(mine)
+        got = hd.concat(x, out=out if into else None)
         findings.same(got, whole, f"concat, turn {turn}")
-        findings.check((out._version > version) == into, f"turn {turn}: version {out._version} after {version}")
-        piece = torch.full((extents[rank], 2), -1, dtype=torch.int32) if into else None
-        got = hd.split(whole if rank == 0 else None, counts=list(extents) if rank == 0 else None, out=piece)
+        findings.check((got is out) == into == (out._version > version + (turn == 6)), f"turn {turn}: not out")
+        on_root = (whole, 0, 0, list(extents)) if rank == 0 else (None,)
+        got = hd.split(*on_root, out=piece if into else None)
+        findings.same(got, mine, f"split, turn {turn}")
         findings.check((got is piece) == into, f"turn {turn}: the part is not out")
-        findings.same(got, part(whole, 0, extents, rank), f"split, turn {turn}")
-        got = hd.gather(part(whole, 0, extents, rank), root=size - 1, out=out if into and rank == size - 1 else None)
+        got = hd.gather(mine, root=size - 1, out=out if into and rank == size - 1 else None)
         findings.check(got is None if rank < size - 1 else torch.equal(got, whole), f"gather, turn {turn}")
     findings.settle()
 
 
 def test_counts_that_are_wrong_after_right_ones(world: hd.World) -> None:
     """They equal the right ones, as floats do, but are no numbers of rows."""
-    whole, size = torch.arange(world.world_size), world.world_size
-    for wrong in ([1.0] * size, (1.0,) * size):
-        for _ in range(2):
-            mine = hd.split(whole if world.rank == 0 else None, counts=[1] * size if world.rank == 0 else None)
-            assert_on_all_ranks(world.comm, mine.tolist() == [world.rank])
-        given = (whole, wrong) if world.rank == 0 else (None, None)
-        raises_on_all_ranks(world.comm, hd.RankError, lambda given=given: hd.split(given[0], counts=given[1]))
-
-
-class _Row:
-    """A number of rows that may change."""
-
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-
-    def __index__(self) -> int:
-        return self.rows
+    size = world.world_size
+    split = lambda counts: hd.split(*((torch.arange(size), 0, 0, counts) if world.rank == 0 else (None,)))  # noqa: E731
+    for _ in range(2):
+        assert_on_all_ranks(world.comm, split([1] * size).tolist() == [world.rank])
+    raises_on_all_ranks(world.comm, hd.RankError, lambda: split([1.0] * size))
 
 
 def test_counts_that_change_in_place(world: hd.World) -> None:
     """The same tensors or objects as before are other numbers now."""
-    size, rank = world.world_size, world.rank
-    whole = torch.arange(size)
-    tensor = torch.ones(size, dtype=torch.int64)
-    tensors = [torch.tensor(1) for _ in range(size)]
-    objects = [_Row(1) for _ in range(size)]
-    none = [0] * (size - 1)
-    findings = Findings(world.comm)
+    size, findings = world.world_size, Findings(world.comm)
+    whole, tensor = torch.arange(size), torch.ones(size, dtype=torch.int64)
+    tensors, objects, none = [torch.tensor(1) for _ in range(size)], [Index(1) for _ in range(size)], [0] * (size - 1)
     for rows in ([1] * size, [1] * size, [size, *none], [*none, size]):
         tensor[:] = torch.tensor(rows)
         for count, held, now in zip(tensors, objects, rows, strict=True):
             count.fill_(now)
-            held.rows = now
+            held.value = now
         for counts in (tensor, tensors, objects):
-            mine = hd.split(*((whole, 0, 0, counts) if rank == 0 else (None,)))
-            findings.check(torch.equal(mine, whole.split(rows)[rank]), f"{type(counts[0])}, {rows}: {mine}")
+            mine = hd.split(*((whole, 0, 0, counts) if world.rank == 0 else (None,)))
+            findings.check(torch.equal(mine, whole.split(rows)[world.rank]), f"{type(counts[0])}, {rows}: {mine}")
     findings.settle()
 
 
@@ -159,33 +142,30 @@ def test_mistakes_between_repeated_calls(world: hd.World) -> None:
         raises_on_all_ranks(world.comm, hd.RankError, lambda dim=dim: hd.concat(x[:, None], dim))
 
 
-def test_gradients_and_background_between_repeated_calls(world: hd.World) -> None:
-    size = world.world_size
-    x = torch.full((2,), float(world.rank))
-    expected = torch.arange(size).repeat_interleave(2).float()
+def test_other_calls_between_repeated_calls(world: hd.World) -> None:
+    """With a gradient that one rank needs, in the background, planned."""
+    size, findings = world.world_size, Findings(world.comm)
+    x, expected = torch.full((2,), float(world.rank)), torch.arange(float(size)).repeat_interleave(2)
     for _ in range(3):
-        assert_on_all_ranks(world.comm, torch.equal(hd.concat(x), expected))
+        findings.same(hd.concat(x), expected, "repeated")
         leaf = x.clone().requires_grad_() if world.rank == size - 1 else x
-        whole = hd.concat(leaf)
-        whole.sum().backward()
-        assert_on_all_ranks(world.comm, leaf is x or torch.equal(leaf.grad, torch.full((2,), float(size))))
+        hd.concat(leaf).sum().backward()
+        findings.check(leaf is x or torch.equal(leaf.grad, torch.full((2,), float(size))), leaf.grad)
         with torch.no_grad():
-            assert_on_all_ranks(world.comm, torch.equal(hd.concat(leaf), expected))
-        handle = hd.concat(x, async_op=True)
-        assert_on_all_ranks(world.comm, torch.equal(hd.concat(x), expected))
-        assert_on_all_ranks(world.comm, torch.equal(handle.wait(), expected))
+            findings.same(hd.concat(leaf), expected, "within no_grad")
+        handle, planned = hd.concat(x, async_op=True), hd.plan(hd.concat, leaf)
+        findings.check(planned.methods == (BEHIND_HEADERS.name,), planned)
+        findings.same(hd.concat(x), expected, "beside one in the background")
+        findings.same(handle.wait(), expected, "in the background")
+    findings.settle()
 
 
-def test_a_result_is_memory_of_its_own(world: hd.World) -> None:
+def test_a_result_is_memory_of_its_own_and_nothing_is_kept(world: hd.World) -> None:
     x = torch.arange(3) + 10 * world.rank
-    first = hd.concat(x)
-    second, third = hd.concat(x), hd.concat(x)
+    first, second, third = hd.concat(x), hd.concat(x), hd.concat(x)
     third.fill_(-1)
     third.resize_(100)
     assert_on_all_ranks(world.comm, torch.equal(first, second) and torch.equal(first, hd.concat(x)))
-
-
-def test_nothing_of_a_repeated_call_is_kept(world: hd.World) -> None:
     results = []
     for _ in range(3):
         x = torch.arange(3) + 10 * world.rank
@@ -243,49 +223,28 @@ def test_without_room_behind_the_headers(world: hd.World, monkeypatch: pytest.Mo
     comm.Free()
 
 
-def _forget(world: hd.World) -> None:
-    """Forget earlier calls: this happens by itself when there are too many, or too many transfers of redistribute."""
-    team = world._context.team
-    team.repeats.clear(), team.plans.clear()
-
-
 @pytest.mark.parametrize("n", [3, 300])
-def test_calls_with_out_and_counts_are_known(n: int, world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    _forget(world)
-    x, out, part = torch.arange(n), torch.empty(n * world.world_size, dtype=torch.int64), torch.empty(n)
+def test_repeated_calls_are_known(n: int, world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with out and counts, and where it was another rank whose extent changed once."""
+    size, last, team = world.world_size, world.world_size - 1, world._context.team
+    team.repeats.clear(), team.plans.clear()  # as when there are too many
+    x, out, part = torch.arange(n), torch.empty(n * size, dtype=torch.int64), torch.empty(n)
 
     def call() -> None:
+        out.fill_(-1), part.fill_(-1)
         hd.concat(x, out=out)
         hd.gather(x)
-        hd.split(torch.ones(n * world.world_size) if world.rank == 0 else None, counts=[n] * world.world_size, out=part)
+        hd.split(torch.ones(n * size) if world.rank == 0 else None, counts=[n] * size, out=part)
         hd.redistribute(x, hd.Split(0), hd.Replicate(), out=out)
+        whole = hd.concat(torch.ones(3 if world.rank == last else 2))
+        assert_on_all_ranks(world.comm, len(whole) == 2 * last + 3)
+        assert_on_all_ranks(world.comm, torch.equal(out, x.repeat(size)) and torch.equal(part, torch.ones(n)))
 
     def refuse(*_: object) -> None:
         raise AssertionError("the call was not known")
 
+    hd.concat(torch.ones(2))
     call()
-    monkeypatch.setattr(Join, "plan", refuse)
-    monkeypatch.setattr(Scatter, "plan", refuse)
-    monkeypatch.setattr(Redistribute, "plan", refuse)
-    out.fill_(-1), part.fill_(-1)
+    for kind in (Join, Scatter, Redistribute):
+        monkeypatch.setattr(kind, "plan", refuse)
     call()
-    assert_on_all_ranks(world.comm, torch.equal(out, x.repeat(world.world_size)) and torch.equal(part, torch.ones(n)))
-
-
-def test_what_another_rank_changed_once_is_remembered_then(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    last = world.world_size - 1
-    _forget(world)
-
-    def call(extent: int) -> None:
-        x = torch.full((extent if world.rank == last else 2,), world.rank)
-        whole = hd.concat(x)
-        assert_on_all_ranks(world.comm, len(whole) == 2 * last + extent)
-
-    for extent in (2, 2, 3, 3):
-        call(extent)
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("the call was not known")
-
-    monkeypatch.setattr(Join, "plan", refuse)
-    call(3)
