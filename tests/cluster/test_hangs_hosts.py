@@ -21,7 +21,7 @@ ENDS = 12  # seconds after which a launcher that waits for a lost host is ended
 
 
 def hang(hosts: Hosts, ranks: list[int], reason: str, rank: int, limit: float = 1.5) -> Started:
-    return hosts.start_mpirun(ranks, PROGRAM, reason, "concat", str(rank), env={"LIMIT": str(limit)})
+    return hosts.start_mpirun(ranks, PROGRAM, f"{rank}:{reason}", "concat", env={"LIMIT": str(limit)})
 
 
 @pytest.mark.parametrize(

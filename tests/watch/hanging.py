@@ -1,8 +1,10 @@
-"""A job in which rank 1, or another one, does something else than the others: ``hanging.py REASON VERB [RANK]``."""
+"""A job of which some ranks do something else than the others: ``hanging.py RANK:REASON,... VERB,...``.
+
+Rank r calls the verb at place r of the list, or its last one.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import multiprocessing
@@ -12,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -71,12 +74,7 @@ def native() -> None:
 
 
 def other() -> None:
-    time.sleep(0.5)  # the others wait for longer, and are the first to raise, on a busy machine, too
     hd.recv(source=0)
-
-
-def in_background() -> None:
-    hd.concat(x, async_op=True).wait()
 
 
 def killed() -> None:
@@ -91,32 +89,12 @@ def os_exit_0() -> None:
     os._exit(0)
 
 
-def child() -> None:
-    process = multiprocessing.get_context("fork").Process(target=os._exit, args=(3,))
-    process.start()
-    process.join()
-    assert process.exitcode == 3
-
-
 def in_a_child(end: str) -> None:
     """What a forked child does is its own affair."""
     assert sys.modules["hpcdist.runtime.world"]._world is None
     if end == "raise":
         raise RuntimeError("in a child")
-    sys.exit(int(end))
-
-
-def children() -> None:
-    for end, status in (("0", 0), ("3", 3), ("raise", 1)):
-        child = multiprocessing.get_context("fork").Process(target=in_a_child, args=(end,))
-        child.start()
-        child.join()
-        assert child.exitcode == status
-
-
-def closed() -> None:
-    sys.stdout.close()
-    raise RuntimeError("a mistake")
+    os._exit(3) if end == "os._exit" else sys.exit(int(end))
 
 
 def threads() -> None:
@@ -131,85 +109,60 @@ def threads() -> None:
     time.sleep(1000)
 
 
-def no_folder() -> None:
-    """Its current folder goes; the next call is made from a place that has not been seen."""
+def harmless() -> None:
+    """Children that end in every way; then its current folder goes, and the next call is made from a new place."""
+    for end, status in (("0", 0), ("3", 3), ("raise", 1), ("os._exit", 3)):
+        child = multiprocessing.get_context("fork").Process(target=in_a_child, args=(end,))
+        child.start()
+        child.join()
+        assert child.exitcode == status
     folder = tempfile.mkdtemp()
     os.chdir(folder)
     os.rmdir(folder)
 
 
-def wait_for_input() -> None:
-    with contextlib.suppress(KeyboardInterrupt):
-        time.sleep(1000)
+CALLS: dict[str, Callable[[], object]] = {
+    "concat": lambda: hd.concat(x),
+    "new_comm": lambda: hd.concat(x, group=used[1]),
+    "new_group": lambda: hd.concat(x, group=groups[0]),
+    "load": lambda: hd.staging.load("hanging.h5"),
+    "plan": lambda: hd.plan(hd.redistribute, x, hd.Split(0), hd.Replicate()),
+    "backward": lambda: whole[0].sum().backward(),
+    "recv": lambda: hd.recv(source=1),
+    "irecv": lambda: hd.irecv(source=1).wait(),
+    "split": lambda: hd.split(x),
+    "save": lambda: hd.staging.save("hanging.h5", x),
+    "finalize": hd.finalize,
+    "end": lambda: None,
+}
 
 
-def suspended() -> None:
-    time.sleep(2.5)
-
-
-def slow_save() -> None:
-    """On all ranks: the windows of a save, each slow."""
-
-
-def call(verb: str, world: hd.World) -> None:
-    if verb == "new_comm":
-        hd.concat(x, group=used[1])
-    elif verb == "new_group":
-        hd.concat(x, group=groups[0])
-    elif verb == "free_comm":
-        used[0].Free()
-    elif verb == "load":
-        hd.staging.load(os.path.join(tempfile.gettempdir(), "hanging.h5"))
-    elif verb == "plan":
-        hd.plan(hd.redistribute, x, hd.Split(0), hd.Replicate())
-    elif verb == "backward":
-        whole[0].sum().backward()
-    elif verb == "recv":
-        hd.recv(source=1)
-    elif verb == "irecv":
-        hd.irecv(source=1).wait()
-    elif verb == "split":
-        hd.split(x)
-    elif verb.startswith("gather_"):
-        hd.gather(x, route=verb.partition("_")[2])
-    elif verb == "save":
-        hd.staging.save(os.path.join(tempfile.gettempdir(), f"hanging-{os.getppid()}.h5"), x)
-    elif verb == "finalize":
-        world.finalize()
-    elif verb == "concat":
-        hd.concat(x)
-
-
-def shorten(world: hd.World, limit: float) -> None:
+def shorten(limit: float) -> None:
     """A deadline that is shorter than the job takes to start, on a busy machine."""
-    world._watch._limit = world._watch._patience = limit
-    os.eventfd_write(world._watch._wake, 1)
+    watch = hd.current()._watch
+    watch._limit = watch._patience = limit
+    os.eventfd_write(watch._wake, 1)
 
 
-def main(reason: str, verb: str, odd: str = "1") -> None:
-    if reason == "no_init" and MPI.COMM_WORLD.rank == 1:
+def main(reasons: str, verbs: str) -> None:
+    rank = MPI.COMM_WORLD.rank
+    mine = dict(word.split(":") for word in reasons.split(",")).get(str(rank))
+    if mine == "no_init":
         sleep()
     world = hd.init(backend=os.environ.get("BACKEND") or None)
     x.data = x.to(world.device)
-    limit = float(os.environ["LIMIT"])
-    os.write(1, f"rank {world.rank} is {os.getpid()}\n".encode())
+    os.write(1, f"rank {rank} is {os.getpid()}\n".encode())
     hd.concat(x, async_op=True).wait()
     hd.concat(x)
-    used.extend(MPI.COMM_WORLD.Split(0, -world.rank) for _ in range(2))  # of which the second is not used yet
+    used.extend(MPI.COMM_WORLD.Split(0, -rank) for _ in range(2))  # of which the second is not used yet
     groups.append(dist.new_group([0, 1], backend="gloo"))
     hd.concat(x, group=used[0])
     whole.append(hd.concat(torch.ones(2, requires_grad=True)))
-    shorten(world, limit)
-    if reason == "slow_save":
-        with tempfile.TemporaryDirectory() as folder:
-            path = world.comm.bcast(f"{folder}/x.h5")
-            slow = (lambda _: time.sleep(0.2)) if world.rank == 1 else None  # the others wait for it at the end
-            hd.staging.save(path, torch.ones(40, 64), window=1024, progress=slow)
-            world.comm.Barrier()
-    elif world.rank == int(odd):
-        globals()[reason]()
-    call(verb, world)
-    os.write(1, f"survived {world.rank}\n".encode())
+    shorten(float(os.environ["LIMIT"]))
+    if mine is not None:
+        globals()[mine]()
+    CALLS[(verbs.split(",") * world.world_size)[rank] if "," in verbs else verbs]()
+    os.write(1, f"survived {rank}\n".encode())
 
 
 if __name__ == "__main__":

@@ -14,11 +14,10 @@ from launch import DEADLINE, Job, launcher, mpirun, python, slowness
 
 PROGRAM = Path(__file__).with_name("hanging.py")
 
-# What rank 1 does instead of calling concat(), and what is said of it.
-BOTH = ("sleep", "stop")  # are looked at under each MPI, the others under one
+# What ranks 1, 2, ... do instead of calling concat(), and what is said of them.
 REASONS = {
-    "busy": r"has not reached this call: it is in Python, at .*hanging.py:\d+ in busy; it was after concat\(\) at",
-    "sleep": r"has not reached this call: it is in Python, at .*hanging.py:\d+ in sleep",
+    "sleep": r"has not reached this call: it is in Python, at .*hanging.py:\d+ in sleep; it was after concat\(\) at",
+    "busy": r"has not reached this call: it is in Python, at .*hanging.py:\d+ in busy",
     "fifo": r"has not reached this call: it is in I/O, read of .*fifo.*, at .*hanging.py:\d+ in fifo",
     "lock": r"has not reached this call: it is in I/O, flock of .*locked, at .*hanging.py:\d+ in lock",
     "loader": r"has not reached this call: it is in a DataLoader, at .*hanging.py:\d+ in loader; "
@@ -26,73 +25,76 @@ REASONS = {
     "stop": r"is stopped, by a signal or a debugger \(kill -CONT \d+ resumes it\)",
     "native": r"has not reached this call: it is running, but does not answer: native code that holds Python's lock",
     "other": r"has not reached this call: it is in recv\(\) at .*hanging.py:\d+",
-    "in_background": r"has not reached this call: it is in concat\(\)(.wait\(\))? at .*hanging.py:\d+ "
-    r"with(out)? async_op",
 }
 
 
-CALLS = (
-    *("recv", "irecv", "split", "gather_gloo", "gather_hdf5", "save", "load", "plan", "backward", "finalize", "end"),
-    *("new_comm", "new_group", "free_comm"),
-)
-
-SURVIVES = 30  # s: where nobody hangs, the deadline only has to be later than what a busy machine takes
+def hang(np: int, reasons: str, verbs: str = "concat", limit: float = 1) -> Job:
+    return mpirun(np, str(PROGRAM), reasons, verbs, env={"LIMIT": str(limit)}, quick=False)
 
 
-def hang(np: int, reason: str, verb: str = "concat", limit: float = 1, quick: bool = True) -> Job:
-    return mpirun(np, str(PROGRAM), reason, verb, env={"LIMIT": str(limit)}, quick=quick)
-
-
-@pytest.mark.parametrize("reason", [r if r in BOTH else pytest.param(r, marks=pytest.mark.once) for r in REASONS])
-def test_the_reason_is_told(reason: str) -> None:
-    job = hang(2, reason)
+def test_the_reasons_are_told_in_a_table_of_all_ranks() -> None:
+    """Of all at once; each rank that waits raises."""
+    np = len(REASONS) + 2
+    job = hang(np, ",".join(f"{rank}:{reason}" for rank, reason in enumerate(REASONS, 1)), limit=4)
     assert job.status != 0
     assert "survived" not in job.out
-    assert re.search(r"HangError: concat\(\) at .*hanging.py:\d+ has waited for 1\.\d s, its deadline is 1 s", job.err)
-    code = {"stop": "HD604", "in_background": "HD301"}.get(reason, "HD601")
-    who = "[01]" if reason == "in_background" else "1"  # both wait: whose deadline passes first says it of the other
-    assert re.search(rf"rank {who} \(\S+, pid \d+\) {REASONS[reason]}.* \[{code}\]$", job.err, re.MULTILINE), job.err
-    assert re.search(rf"^(\[rank\d\]: )?python -m hpcdist explain ([A-Z0-9]+ )*{code}\b", job.err, re.MULTILINE), (
-        job.err
-    )
-    assert ("they wait for each other" in job.err) == (reason == "other"), job.err
-
-
-def test_the_table_has_every_rank_and_each_that_waits_raises() -> None:
-    job = hang(3, "sleep", quick=False)  # whose stacks begin with the program
+    assert re.search(r"HangError: concat\(\) at .*hanging.py:\d+ has waited for \d\.\d s, its deadline is 4 s", job.err)
+    for rank, reason in enumerate(REASONS, 1):
+        code = "HD604" if reason == "stop" else "HD601"
+        found = re.search(rf"rank {rank} \(\S+, pid \d+\) {REASONS[reason]}.* \[{code}\]$", job.err, re.MULTILINE)
+        assert found, (reason, job.err)
+    assert re.search(r"^(\[rank\d\]: )?python -m hpcdist explain HD601 HD604$", job.err, re.MULTILINE), job.err
     pids = dict(re.findall(r"^rank (\d) is (\d+)$", job.out, re.MULTILINE))
-    assert len(pids) == 3
-    for rank, pid in pids.items():
-        doing = r"no call +in Python" if rank == "1" else r"concat\(\) at \S+ +\d.\d s +waits"
-        assert re.search(rf"{rank} +\S+ +{pid} +concat\(\) at \S+hanging.py:\d+, \d.\d s ago +{doing}", job.err), (
-            job.err
-        )
+    assert len(pids) == np
+    doing = {1: r"no call +in Python", 6: "no call +stopped"}
+    for rank in (0, 1, 6, np - 1):
+        call = doing.get(rank, r"concat\(\) at \S+ +\d.\d s +waits")
+        row = rf"{rank} +\S+ +{pids[str(rank)]} +concat\(\) at \S+hanging.py:\d+, \d.\d s ago +{call}"
+        assert re.search(row, job.err), (row, job.err)
     assert job.err.count("HangError: concat() at") == 2
-    assert re.search("see the output of rank [02]", job.err)
+    assert re.search("see the output of rank [0-9]", job.err)
     assert "hpcdist/validation/collective.py" not in job.err  # the traceback is of the user's code
     stack = r"rank 1 is here:\n(.*hanging.py.*\n.*\n)+.*hanging.py.* in sleep\n.*time.sleep\(1000\)"
     assert re.search(stack, job.err), job.err
 
 
+CALLS = {  # verb: as it is named
+    "new_group": "the first use of a group",  # of ranks 0 and 1
+    "new_comm": "the first use of a group",
+    "recv": r"recv\(\)",
+    "irecv": r"irecv\(\).wait\(\)",
+    "split": r"split\(\)",
+    "load": r"staging.load\(\)",
+    "plan": "plan of redistribute",
+    "backward": "the backward pass of concat",
+    "finalize": r"finalize\(\)",
+    "save": r"staging.save\(\)",
+    "end": "the end of its program",
+}
+
+
 @pytest.mark.once
-@pytest.mark.parametrize("verb", CALLS)
-def test_every_call_has_a_deadline(verb: str) -> None:
-    job = hang(2, "sleep", verb)
+def test_every_call_has_a_deadline() -> None:
+    """Each rank waits in another one for rank 1."""
+    first, *verbs = CALLS
+    job = hang(len(CALLS) + 1, "1:sleep", ",".join([first, "concat", *verbs]), limit=4)
     assert job.status != 0
-    assert "HangError" in job.err
     assert re.search(r"rank 1 \(\S+, pid \d+\) has not reached this call: it is in Python", job.err), job.err
+    for rank, verb in enumerate([first, "concat", *verbs]):
+        if rank != 1:
+            said = rf"^\[rank{rank}\]: .*HangError: {CALLS[verb]}( at \S+hanging.py:\d+)? has waited"
+            assert re.search(said, job.err, re.MULTILINE), (verb, job.err)
 
 
+@pytest.mark.once
 def test_a_rank_that_never_calls_init() -> None:
-    job = mpirun(2, str(PROGRAM), "no_init", "concat", env={"HPCDIST_TIMEOUT": "1.5", "LIMIT": "1"})
+    job = mpirun(2, str(PROGRAM), "1:no_init", "concat", env={"HPCDIST_TIMEOUT": "1.5", "LIMIT": "1"})
     assert job.status != 0
-    assert re.search(
-        r"HangError: init\(\) at \S+hanging.py:\d+ has waited for 1.5 s: the 2 ranks have not met.* \[HD601\]\n",
-        job.err,
-    ), job.err
+    text = r"HangError: init\(\) at \S+hanging.py:\d+ has waited for 1.5 s: the 2 ranks have not met.* \[HD601\]\n"
+    assert re.search(text, job.err), job.err
 
 
-def _said_of_a_killed_rank(pid: int) -> str:
+def _said_of_a_killed_rank(pid: str) -> str:
     """The launchers of MPICH and Intel MPI end the job within some 2 ms, before any rank can say a word, and may name
     a process that they have killed themselves: MPICH's that which it finds first, Intel's each of them."""
     from mpi4py import MPI
@@ -104,158 +106,137 @@ def _said_of_a_killed_rank(pid: int) -> str:
     return rf"rank 1 \(\S+, pid {pid}\) is dead"
 
 
-@pytest.mark.parametrize(("reason", "status"), [("killed", None), ("os_exit", 5), ("os_exit_0", 1)])
+@pytest.mark.parametrize(
+    ("reason", "status"), [("killed", None), pytest.param("os_exit", 5, marks=pytest.mark.once), ("os_exit_0", 1)]
+)
 def test_a_death_is_noticed_at_once(reason: str, status: int | None) -> None:
     start = time.monotonic()
-    job = hang(2, reason, limit=40, quick=reason != "killed")  # the launcher names the process that it has started
+    job = hang(2, f"1:{reason}", limit=40)
     assert time.monotonic() - start < 30  # the deadline is later
     assert job.status != 0
     assert status is None or job.status == status
+    said = r"os._exit\(\d\) at \S+hanging.py:\d+ on rank 1 \(\S+, pid \d+\).* \[HD604\]\n"
     if reason == "killed":
-        pid = re.search(r"^rank 1 is (\d+)$", job.out, re.MULTILINE)
-        assert pid is not None
-        assert re.search(_said_of_a_killed_rank(int(pid[1])), job.err + job.out), job.err
-    else:
-        assert re.search(r"os._exit\(\d\) at \S+hanging.py:\d+ on rank 1 \(\S+, pid \d+\).* \[HD604\]\n", job.err), (
-            job.err
-        )
+        said = _said_of_a_killed_rank(re.findall(r"^rank 1 is (\d+)$", job.out, re.MULTILINE)[0])
+    assert re.search(said, job.err + job.out), job.err
 
 
-@pytest.mark.once
-def test_os_exit_of_a_child_process_is_left_alone() -> None:
-    assert hang(2, "child", limit=SURVIVES).out.count("survived") == 2
-
-
-def test_forked_children_are_left_to_themselves() -> None:
-    job = hang(2, "children", limit=SURVIVES)
+def test_what_rank_1_does_elsewhere_is_left_alone() -> None:
+    """Forked children, which end in every way, and a current folder that is gone."""
+    job = hang(2, "1:harmless", limit=30)
     assert job.status == 0, job.err
     assert job.out.count("survived") == 2
     assert "RuntimeError: in a child" in job.err
 
 
 @pytest.mark.once
-def test_an_error_after_the_output_was_closed_ends_the_job_with_its_reason() -> None:
-    job = hang(2, "closed")
-    assert job.status == 1
-    assert "RuntimeError: a mistake" in job.err
-    assert "reached the end of its program" not in job.err
-
-
-@pytest.mark.once
 def test_many_threads_do_not_put_the_blame_on_others() -> None:
-    job = hang(3, "threads")
-    assert re.search(
-        r"rank 1 \(\S+, pid \d+\) has not reached this call: it is in Python, at \S+hanging.py:\d+ in threads", job.err
-    )
+    job = hang(3, "1:threads")
+    said = r"rank 1 \(\S+, pid \d+\) has not reached this call: it is in Python, at \S+hanging.py:\d+ in threads"
+    assert re.search(said, job.err), job.err
     assert not re.search(r"rank [02] \(\S+, pid \d+\) has not reached this call", job.err), job.err
 
 
-@pytest.mark.once
-def test_without_a_current_folder_calls_go_on() -> None:
-    job = hang(2, "no_folder", limit=SURVIVES)
-    assert job.status == 0, job.err
-    assert job.out.count("survived") == 2
+# Calls for longer than the deadline, which end well: a save that gets on, a window at a time; a suspended job; then
+# one to which a rank comes when it is told to.
+LONG = """
+import contextlib, signal, sys, time
+import torch, hpcdist as hd
+from hanging import shorten
+rank = (world := hd.init()).rank
+os = __import__("os")
+os.write(1, f"rank {rank} is {os.getpid()}\\n".encode())
+hd.concat(torch.ones(1))
+shorten(2)
+slow = (lambda _: time.sleep(0.2)) if rank == 1 else None  # the others wait for it at the end
+hd.staging.save("x.h5", torch.ones(40, 64), window=1024, progress=slow)
+shorten(4)
+os.write(1, b"saved\\n")
+time.sleep(2.5 * (rank == 1))
+hd.concat(torch.ones(1))
+shorten(60)
+os.write(1, b"resumed\\n")
+with contextlib.suppress(KeyboardInterrupt):
+    time.sleep(1000 * (rank == 1))
+hd.concat(torch.ones(1))
+os.write(1, b"survived\\n")
+"""
 
 
 @pytest.mark.once
-def test_a_call_that_gets_on_has_no_deadline_as_a_whole() -> None:
-    """The ranks save for longer than the deadline, a window at a time."""
-    job = hang(3, "slow_save", limit=2)
-    assert job.status == 0, job.err
-    assert job.out.count("survived") == 3
-    assert "HangError" not in job.err
-
-
-@pytest.mark.once
-def test_a_job_that_is_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
-    """The batch system suspends a job for longer than the deadline: nobody has waited meanwhile."""
-    with _started("suspended", 4, tmp_path / "err") as job:
-        pids = _pids(job, 2)
-        time.sleep(1)
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        time.sleep(6)
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-        out, _ = job.communicate(timeout=40)
-    assert job.returncode == 0, (tmp_path / "err").read_text()
-    assert out.count("survived") == 2
-
-
-@pytest.mark.once
-def test_a_signal_to_any_rank_prints_the_table_once_and_the_job_goes_on(tmp_path: Path) -> None:
+def test_calls_that_take_long_and_a_signal_that_prints_the_table(tmp_path: Path) -> None:
+    """The batch system suspends the job for longer than the deadline: nobody has waited meanwhile. Whoever gets the
+    signal, the table is printed once, and the job goes on."""
     said, title = tmp_path / "err", "hpcdist: the calls of all ranks"
-    with _started("wait_for_input", 60, said) as job:
-        pids = _pids(job, 3)
-        for count, told in enumerate((pids[2:], pids[:1], pids), 1):
+    with (
+        said.open("w") as err,
+        subprocess.Popen(
+            [*launcher(3), *python(), "-u", "-c", LONG],
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROGRAM.parent)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=err,
+            text=True,
+            start_new_session=True,
+        ) as job,
+    ):
+        pids = sorted(map(str.split, _lines(job, "rank", 3)))
+        ranks = [int(words[-1]) for words in pids]
+        _lines(job, "saved", 3)
+        time.sleep(1)
+        for number, pause in ((signal.SIGSTOP, 6), (signal.SIGCONT, 0)):
+            for pid in ranks:
+                os.kill(pid, number)
+            time.sleep(pause)
+        _lines(job, "resumed", 3)
+        time.sleep(1)
+        for count, told in enumerate((ranks[2:], ranks[:1], ranks), 1):
             for pid in told:
                 os.kill(pid, signal.SIGUSR2)
             end = time.monotonic() + DEADLINE * slowness()
             while said.read_text().count(title) < count and time.monotonic() < end:
                 time.sleep(0.1)
             time.sleep(1.5)  # in which the other ranks would print theirs
-        os.kill(pids[1], signal.SIGINT)  # rank 1 has waited for that
+        os.kill(ranks[1], signal.SIGINT)  # rank 1 has waited for that
         out, _ = job.communicate(timeout=40)
-    err = said.read_text()
-    assert job.returncode == 0, err
+    text = said.read_text()
+    assert job.returncode == 0, text
     assert out.count("survived") == 3
-    assert err.count(title) == 3, err
-    assert (
-        len(re.findall(r"^\d +\S+ +\d+ +concat\(\) at \S+, .* ago +(no call +in Python|concat)", err, re.MULTILINE))
-        == 9
-    )
+    assert "HangError" not in text and text.count(title) == 3, text
+    row = r"^\d +\S+ +\d+ +concat\(\) at \S+, .* ago +(no call +in Python|concat)"
+    assert len(re.findall(row, text, re.MULTILINE)) == 9, text
 
 
-@pytest.mark.once
-def test_a_program_that_uses_the_signal_itself_keeps_it() -> None:
-    code = """
-        import os, signal, time
-        import hpcdist as hd
-        got = []
-        if os.environ["FIRST"] == "yes": signal.signal(signal.SIGUSR2, lambda *_: got.append(1))
-        world = hd.init()
-        if os.environ["FIRST"] == "no": signal.signal(signal.SIGUSR2, lambda *_: got.append(1))
-        os.kill(os.getpid(), signal.SIGUSR2)
-        world.finalize()
-        os.kill(os.getpid(), signal.SIGUSR2)
-        print(f"got {len(got)}")
-    """
-    for first in ("yes", "no"):
-        job = mpirun(2, code=code, env={"FIRST": first})
-        assert job.status == 0, job.err
-        assert job.out.count("got 2") == 2
-
-
-@pytest.mark.once
-def test_an_exit_after_finalize_is_left_alone() -> None:
-    for end in ("os._exit(0)", "MPI.Finalize(); os._exit(0)"):
-        job = mpirun(2, code=f"import os, hpcdist as hd\nfrom mpi4py import MPI\nhd.init().finalize(); {end}")
-        assert "os._exit" not in job.err
-        assert job.status == 0 or "MPI.Finalize" not in end, job.err
-
-
-def _started(reason: str, limit: float, err: Path) -> subprocess.Popen[str]:
-    """A job of 3 ranks (2 if suspended), which goes on meanwhile, with a file for its standard error."""
-    np = 2 if reason == "suspended" else 3
-    with err.open("w") as file:
-        return subprocess.Popen(
-            [*launcher(np), *python(), "-u", str(PROGRAM), reason, "concat"],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "LIMIT": str(limit)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=file,
-            text=True,
-            start_new_session=True,
-        )
-
-
-def _pids(job: subprocess.Popen[str], np: int) -> list[int]:
-    """The processes of the ranks, once all have said that they are ready."""
+def _lines(job: subprocess.Popen[str], begin: str, count: int) -> list[str]:
+    """Wait until the job has printed so many lines that begin so."""
     assert job.stdout is not None
-    found: dict[int, int] = {}
-    while len(found) < np:
+    found: list[str] = []
+    while len(found) < count:
         line = job.stdout.readline()
         assert line, "the job has ended"
-        found |= {int(rank): int(pid) for rank, pid in re.findall(r"rank (\d) is (\d+)", line)}
-    time.sleep(1)
-    return [found[rank] for rank in range(np)]
+        found += [line] * line.startswith(begin)
+    return found
+
+
+@pytest.mark.once
+def test_a_program_that_uses_the_signal_itself_keeps_it_and_ends_as_it_likes_after_finalize() -> None:
+    code = """
+        import os, signal
+        import hpcdist as hd
+        from mpi4py import MPI
+        got = []
+        def count(*_): got.append(1)
+        for first in (True, False):
+            signal.signal(signal.SIGUSR2, count if first else signal.SIG_DFL)
+            world = hd.init()
+            signal.signal(signal.SIGUSR2, count)
+            os.kill(os.getpid(), signal.SIGUSR2)
+            world.finalize()
+            os.kill(os.getpid(), signal.SIGUSR2)
+        os.write(1, f"got {len(got)}\\n".encode())
+        MPI.Finalize()
+        os._exit(0)
+    """
+    job = mpirun(2, code=code)
+    assert (job.status, job.out, "os._exit" in job.err) == (0, "got 4\n" * 2, False), job
