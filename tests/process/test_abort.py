@@ -7,11 +7,11 @@ import sys
 import time
 
 import pytest
-from launch import mpirun
+from launch import Job, mpirun
 
-# Rank 1 fails while the others wait for it in a verb, in the user's own MPI, in torch.distributed, or do not wait.
+# Rank 1 fails; what the others do differs.
 JOB = """
-    import argparse, sys, time
+    import argparse, atexit, sys, threading, time
     from sys import exit as leave
     import torch, torch.distributed as dist
     import hpcdist as hd
@@ -24,123 +24,100 @@ JOB = """
     {others}
     print("survived", world.rank)
 """
-
-FAILURES = {
-    "raise": ("raise ValueError('a mistake of mine')", 1, "ValueError: a mistake of mine"),
-    "exit": ("sys.exit(3)", 3, ""),
-    "exit-with-message": ("sys.exit('no such thing')", 1, "no such thing"),
-    "exit-reraised": ("try: sys.exit(4)\n        except SystemExit as e:\n            kept = e; raise", 4, ""),
-    "argparse": ("argparse.ArgumentParser().parse_args(['--nonsense'])", 2, "unrecognized arguments: --nonsense"),
-    "exit-builtin-in-with": ("with world: exit(6)", 6, ""),
-    "raise-SystemExit-in-with": ("with world:\n            raise SystemExit(5)", 5, ""),
-}
-OTHERS = {
-    "verb": "hd.concat(torch.ones(3))",
-    "mpi": "world.comm.Barrier()",
-    "torch": "dist.barrier()",
-    "sleep": "time.sleep(50)",
-}
+VERB, BARRIER = "hd.concat(torch.ones(3))", "world.comm.Barrier()"
 
 
-@pytest.mark.parametrize("others", OTHERS)
-@pytest.mark.parametrize("failure", ["raise", "exit"])
-def test_ends_whatever_the_others_do(failure: str, others: str) -> None:
-    statement, status, message = FAILURES[failure]
+def job(np: int, failure: str, others: str, **env: str) -> Job:
+    return mpirun(np, code=JOB.format(failure=failure, others=others), env=env)
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "message"),
+    [("raise ValueError('a mistake of mine')", 1, "ValueError: a mistake of mine"), ("sys.exit(3)", 3, "")],
+    ids=["raise", "exit"],
+)
+def test_ends_whatever_the_others_do(failure: str, status: int, message: str) -> None:
+    """They wait in a verb, in the user's own MPI, in torch.distributed, or do not wait."""
     start = time.monotonic()
-    job = mpirun(2, code=JOB.format(failure=statement, others=OTHERS[others]))
-    assert job.status == status
-    assert message in job.err
-    assert "survived" not in job.out
+    others = f"[lambda: {VERB}, None, lambda: {BARRIER}, dist.barrier, lambda: time.sleep(50)][world.rank]()"
+    done = job(5, failure, others)
+    assert done.status == status
+    assert message in done.err
+    assert "survived" not in done.out
     assert time.monotonic() - start < 40  # the others would sleep for 50 s
 
 
-@pytest.mark.parametrize("failure", [name for name in FAILURES if name not in ("raise", "exit")])
-def test_every_way_to_fail(failure: str) -> None:
-    statement, status, message = FAILURES[failure]
-    job = mpirun(2, code=JOB.format(failure=statement, others=OTHERS["mpi"]))
-    assert job.status == status
-    assert message in job.err
-
-
-def test_the_error_of_a_verb_ends_the_job_with_its_text() -> None:
-    job = mpirun(2, code=JOB.format(failure="pass", others="hd.concat(torch.ones(2, 2 + world.rank))"))
-    assert job.status == 1
-    assert "rank 1: shape is (*, 3), where rank 0 has (*, 2)" in job.err
-
-
-@pytest.mark.parametrize("ending", ["sys.exit(0)", "raise SystemExit(7)", "exit(6)", "leave(7)"])
-def test_a_rank_that_ends_early_is_named(ending: str) -> None:
-    job = mpirun(3, code=JOB.format(failure=ending, others=OTHERS["verb"]))
-    assert job.status != 0
-    assert "rank 1: called finalize(), or reached the end of its program" in job.err
+WAYS = {  # the status of the exit that ends the program, and what is printed
+    "with a message": ("sys.exit('no such thing')", 1, "no such thing"),
+    "argparse": ("argparse.ArgumentParser().parse_args(['--nonsense'])", 2, "unrecognized arguments: --nonsense"),
+    "in the handling of another, after one of a thread, with a thread at work and a handler that exits": (
+        "atexit.register(sys.exit, 5); t = threading.Thread(target=sys.exit, args=(5,)); t.start(); t.join()\n"
+        "        threading.Timer(0.5, sys.exit, (5,)).start()\n"
+        "        try: sys.exit(2)\n        except SystemExit: sys.exit(3)",
+        *(3, ""),
+    ),
+    "raised again, in a cycle": ("try: sys.exit(4)\n        except SystemExit as e: e.me = e; raise", 4, ""),
+    "raise in with": ("with world:\n            raise SystemExit(5)", 5, ""),
+    "exit in with": ("with world: exit(6)", 6, ""),
+}
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("ending", ["raise SystemExit(7)", "leave(7)"])
-def test_an_exit_that_is_not_seen_ends_the_job_by_the_deadline(ending: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_fail(way: str) -> None:
+    failure, status, message = WAYS[way]
+    done = job(2, failure, BARRIER)
+    assert done.status == status
+    assert message in done.err
+
+
+@pytest.mark.once
+def test_the_error_of_a_verb_ends_the_job_with_its_text() -> None:
+    done = job(2, "pass", "hd.concat(torch.ones(2, 2 + world.rank))")
+    assert done.status == 1
+    assert "rank 1: shape is (*, 3), where rank 0 has (*, 2)" in done.err
+
+
+@pytest.mark.once
+def test_ranks_that_end_early_are_named() -> None:
+    endings = "[None, 'sys.exit(0)', 'raise SystemExit(7)', 'exit(6)', 'leave(7)']"
+    done = job(5, "pass", f"if world.rank: exec({endings}[world.rank])\n    {VERB}")
+    assert done.status != 0
+    for rank in range(1, 5):
+        assert f"rank {rank}: called finalize(), or reached the end of its program" in done.err
+
+
+@pytest.mark.once
+def test_an_exit_that_is_not_seen_ends_the_job_by_the_deadline() -> None:
     """While the others wait in the user's own MPI."""
-    job = mpirun(2, code=JOB.format(failure=ending, others=OTHERS["mpi"]), env={"HPCDIST_TIMEOUT": "4"})
-    assert job.status != 0
-    assert "HangError: the end of its program has waited for" in job.err
-    assert "survived" not in job.out
+    done = job(2, "leave(7)", BARRIER, HPCDIST_TIMEOUT="4")
+    assert done.status != 0
+    assert "HangError: the end of its program has waited for" in done.err
+    assert "survived" not in done.out
 
 
+@pytest.mark.once
 def test_the_others_may_go_on_without_a_rank_that_has_ended() -> None:
-    others = "\n    ".join(
-        [
-            "for _ in range(3):",
-            "    try: hd.concat(torch.ones(3))",
-            "    except hd.RankError: pass",
-            "if world.rank == 1: sys.exit(0)",
-        ]
-    )
-    job = mpirun(3, code=JOB.format(failure="sys.exit()", others=others))
-    assert job.status == 0, job.err
-    assert job.out.count("survived") == 2
+    others = f"""for _ in range(3):
+        try: {VERB}
+        except hd.RankError: pass
+    if world.rank == 1: sys.exit(0)"""
+    done = job(3, "sys.exit()", others)
+    assert done.status == 0, done.err
+    assert done.out.count("survived") == 2
 
 
-CAUGHT = """
-    import contextlib, sys, hpcdist as hd
-    world = hd.init()
-    kept = []
-    for code in (1, "text", None):
-        try:
-            sys.exit(code)
-        except SystemExit as error:
-            assert error.code == code
-            kept.append(error)
-    del kept[1:]
-    with contextlib.suppress(SystemExit), world:
-        raise SystemExit(9)
-    print("fine", flush=True)
-    {end}
-"""
-
-
-@pytest.mark.parametrize("end", ["pass", "sys.exit(0)", "sys.exit(None)"])
-def test_an_exit_that_was_caught_changes_nothing(end: str) -> None:
-    job = mpirun(2, code=CAUGHT.format(end=end))
-    assert job.status == 0, job.err
-    assert job.out.count("fine") == 2
-
-
+@pytest.mark.once
 def test_a_failure_in_the_middle_of_a_transfer_ends_the_job() -> None:
     """No memory for the result on one rank: the others are in the transfer already."""
-    code = """
-        import torch, hpcdist as hd
-        from hpcdist.tensors import blocks
-        world = hd.init()
-        if world.rank == 1:
-            def fail(*args): raise MemoryError("none left")
-            blocks.Blocks.recv_buffer = fail
-        hd.concat(torch.ones(300))
-        print("survived")
-    """
-    job = mpirun(3, code=code)
-    assert job.status == 1
-    assert "MemoryError: none left" in job.err
-    assert "concat() failed in the middle of a transfer" in job.err
-    assert "survived" not in job.out
+    failure = """from hpcdist.tensors import blocks
+        def fail(*args): raise MemoryError("none left")
+        blocks.Blocks.recv_buffer = fail"""
+    done = job(3, failure, "hd.concat(torch.ones(300))")
+    assert done.status == 1
+    assert "MemoryError: none left" in done.err
+    assert "concat() failed in the middle of a transfer" in done.err
+    assert "survived" not in done.out
 
 
 def test_alone_nothing_is_touched() -> None:

@@ -48,6 +48,7 @@ CHILDREN = """
 """
 
 
+@pytest.mark.once
 def test_a_child_that_was_forked_while_mpi_ran_is_refused() -> None:
     job = mpirun(2, code=CHILDREN)
     assert job.status == 0, job.err
@@ -90,6 +91,7 @@ BEFORE = """
 """
 
 
+@pytest.mark.once
 def test_of_a_process_and_its_child_one_is_a_rank() -> None:
     job = mpirun(2, code=BEFORE.format(both=True))
     assert job.status == 0, job.err
@@ -97,6 +99,7 @@ def test_of_a_process_and_its_child_one_is_a_rank() -> None:
     assert job.out.count("has called hpcdist.init() already") == 2, job.out
 
 
+@pytest.mark.once
 def test_the_child_alone_may_be_the_rank() -> None:
     assert mpirun(2, code=BEFORE.format(both=False)).out.count("child\n") == 2
 
