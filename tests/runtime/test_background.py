@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import pytest
@@ -136,16 +137,6 @@ def test_modes_of_the_caller_are_kept(world: hd.World) -> None:
 
 
 @pytest.mark.mpi
-def test_in_a_group(world: hd.World) -> None:
-    findings = Findings(world.comm)
-    comm = world.comm.Split(world.rank % 2, world.rank)
-    handle = hd.concat(torch.tensor([world.rank]), group=comm, async_op=True)
-    findings.same(handle.wait(60), torch.arange(world.rank % 2, world.world_size, 2), "group")
-    comm.Free()
-    findings.settle()
-
-
-@pytest.mark.mpi
 def test_an_mpi_without_threads(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Said at once, and not found out by a crash."""
     from mpi4py import MPI
@@ -171,29 +162,43 @@ x = torch.full((1000,), float(world.rank))
 """
 
 
-def test_a_program_that_never_waits() -> None:
-    """All ranks have begun the same calls: they are finished, and the job ends well."""
-    job = mpirun(2, code=BEGIN + "handles = [hd.concat(x, async_op=True) for _ in range(5)]\nprint('end')")
-    assert (job.status, job.out.count("end")) == (0, 2), job.err  # mpirun may put two lines into one
-
-
-@pytest.mark.once
-def test_a_rank_that_does_not_call() -> None:
-    """The others get an error that names it, and go on to their own end."""
-    job = mpirun(
-        2,
-        code=BEGIN
-        + """
-handle = hd.concat(x, async_op=True)
-handle.wait()
+# Worlds one after the other: a finalize() that was refused, and is repeated; messages that nobody receives; calls that
+# all ranks have begun and nobody waits for, some of which fail; and a rank that ends while another one calls.
+ENDS = """
+import os
+def say(text): os.write(1, f"{text}\\n".encode())
+hd.concat(x, async_op=True).wait()
+for turn in range(3):
+    try: world.finalize() if world.rank == turn % 2 else hd.concat(x)
+    except hd.RankError as error: say("refused")
+    assert hd.concat(x).numel() == hd.concat(x, async_op=True).wait().numel() == 2000
+world.finalize()
+world = hd.init()
 if world.rank == 0:
-    try:
-        hd.concat(x, async_op=True).wait(30)
-    except hd.RankError as error:
-        print(error)
-""",
-    )
+    hd.isend("small", 1)
+    hd.isend(torch.zeros(10**6), 1)
+else:
+    hd.irecv(tag=5)
+world.finalize()
+world = hd.init()
+handles = [hd.concat(x, async_op=True) for _ in range(5)]
+bad = [hd.concat(x, route=("mpi", "gloo")[world.rank], async_op=True) for _ in range(2)]
+try: bad[0].wait()
+except hd.RankError: pass
+world.finalize()
+world = hd.init()
+hd.concat(x, async_op=True).wait()
+if world.rank == 0:
+    try: hd.concat(x, async_op=True).wait(30)
+    except hd.RankError as error: say(error)
+"""
+
+
+def test_worlds_that_end_with_calls_under_way() -> None:
+    job = mpirun(2, code=BEGIN + ENDS)
     assert job.status == 0, job.err
+    assert job.out.count("refused\n") == 6, job.out
+    assert job.err.count("hpcdist: concat() failed, and wait() was not called: RankError('concat() was refused") == 2
     assert "rank 1: called finalize(), or reached the end of its program" in job.out
 
 
@@ -237,62 +242,6 @@ else:
     assert "more than the memory of this host" in job.err and "recv() failed in the middle" in job.err
 
 
-@pytest.mark.once
-def test_messages_that_nobody_receives() -> None:
-    """Small or large, begun and not waited for: the job ends."""
-    job = mpirun(
-        2,
-        code=BEGIN
-        + """
-if world.rank == 0:
-    hd.isend("small", 1)
-    hd.isend(torch.zeros(10**6), 1)
-else:
-    hd.irecv(tag=5)
-print("end")
-""",
-    )
-    assert (job.status, job.out.count("end")) == (0, 2), job.err  # mpirun may put two lines into one
-
-
-@pytest.mark.once
-def test_a_failure_that_nobody_waits_for_is_told_at_the_end() -> None:
-    job = mpirun(
-        2,
-        code=BEGIN
-        + """
-handles = [hd.concat(x, route=("mpi", "gloo")[world.rank], async_op=True) for _ in range(2)]
-try:
-    handles[0].wait()
-except hd.RankError:
-    pass
-""",
-    )
-    assert job.status == 0, job.err
-    assert job.err.count("hpcdist: concat() failed, and wait() was not called: RankError('concat() was refused") == 2
-
-
-@pytest.mark.once
-def test_a_finalize_that_was_refused_can_be_repeated() -> None:
-    """After asynchronous calls, too; and calls go on in between."""
-    job = mpirun(
-        2,
-        code=BEGIN
-        + """
-hd.concat(x, async_op=True).wait()
-for turn in range(3):
-    try:
-        world.finalize() if world.rank == turn % 2 else hd.concat(x)
-    except hd.RankError as error:
-        print("refused:", error)
-    assert hd.concat(x).numel() == hd.concat(x, async_op=True).wait().numel() == 2000
-world.finalize()
-""",
-    )
-    assert job.status == 0, job.err
-    assert job.out.count("refused:") == 6
-
-
 DIFFERS = (
     BEGIN
     + """
@@ -306,23 +255,18 @@ def show(call):
 )
 
 
-@pytest.mark.parametrize("before", ["", "hd.concat(x, async_op=True).wait()\n"])
-def test_async_op_that_differs_is_told_in_the_next_call(before: str) -> None:
+@pytest.mark.once
+def test_async_op_that_differs_is_told_in_the_next_call() -> None:
     """Rank 1 calls with async_op what the other calls without: its next call is not taken for that one."""
-    job = mpirun(
-        2,
-        code=DIFFERS
-        + before
-        + """
+    code = """
+hd.concat(x, async_op=True).wait()
 handle = hd.concat(x, async_op=True) if odd else None
 show(lambda: hd.concat(x))
 os = __import__("os"); os.write(1, b"done\\n"); world.comm.Barrier()
 os._exit(0)
-""",
-    )
-    number = 2 if before else 1
-    told = f"with async_op, which must agree, is {number}, where rank 0 has {number - 1}"
-    assert job.out.count(told) == 2, job.out + job.err
+"""
+    job = mpirun(2, code=DIFFERS + code)
+    assert job.out.count("with async_op, which must agree, is 2, where rank 0 has 1") == 2, job.out + job.err
 
 
 @pytest.mark.once
@@ -351,11 +295,9 @@ LATER: dict[str, Callable[[Tensor, int], hd.Handle[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("verb", LATER)
-def test_a_handle_keeps_no_arguments_alive(world: hd.World, verb: str) -> None:
+def test_a_handle_keeps_no_arguments_alive(world: hd.World) -> None:
     """Whether it was waited for or not, where no gradient flows."""
-    findings = Findings(world.comm)
-    for waited in (True, False):
+    for verb, waited in product(LATER, (True, False)):
         x = torch.arange(4.0 * world.world_size)
         alive, handle = weakref.ref(x), LATER[verb](x, world.rank)
         if waited:
@@ -364,6 +306,5 @@ def test_a_handle_keeps_no_arguments_alive(world: hd.World, verb: str) -> None:
         end = time.monotonic() + 30
         while alive() is not None and time.monotonic() < end:
             time.sleep(0.001)
-        findings.check(alive() is None, f"waited for: {waited}")
+        assert alive() is None, (verb, waited)
         handle.wait(30)
-    findings.settle()

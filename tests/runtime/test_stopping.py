@@ -22,15 +22,8 @@ def say(text): os.write(1, (str(text) + "\\n").encode())  # one write a line: th
 """
 
 
-def job(np: int, body: str, **kwargs: object) -> Job:
-    return mpirun(np, code=HEAD + body, **kwargs)  # type: ignore[arg-type]
-
-
-def lines(np: int, body: str, **kwargs: object) -> list[str]:
-    """The sorted lines that the ranks print."""
-    done = job(np, body, **kwargs)
-    assert done.status == 0, done.err
-    return sorted(done.out.splitlines())
+def job(np: int, body: str) -> Job:
+    return mpirun(np, code=HEAD + body)
 
 
 def test_a_signal_to_any_rank_at_any_moment(tmp_path: Path) -> None:
@@ -42,6 +35,7 @@ def test_a_signal_to_any_rank_at_any_moment(tmp_path: Path) -> None:
     assert found and int(found[2]) > 1, done.out
 
 
+@pytest.mark.once
 def test_every_kth_call_and_the_exit_status() -> None:
     """Only the first call and each k-th after it have a message; each rank exits by itself, without an abort."""
     done = job(
@@ -60,10 +54,8 @@ with hd.init() as world:
     assert "abort" not in done.err.lower().replace("the job has been aborted", ""), done.err
 
 
-def test_whose_handlers_there_are_and_when() -> None:
-    said = lines(
-        2,
-        """
+# Whose handlers there are, and when.
+HANDLERS = """
 def theirs(*_): raise AssertionError
 before = signal.signal(USR1, theirs)
 world = hd.init()
@@ -86,17 +78,10 @@ with hd.init(stop_on=[USR2]) as world:
     assert world.should_stop() and world.stop_reason == "rank 0 received SIGUSR2"
     assert signal.getsignal(TERM) == signal.SIG_DFL
 signal.signal(USR1, signal.SIG_DFL)
-say("ok")
-""",
-    )
-    assert said == ["ok", "ok"]
-
-
-def test_a_signal_to_the_process_group_leaves_the_workers_of_a_data_loader_alone() -> None:
-    """Open MPI's mpirun sends it to all processes of a rank, and the workers are forked before the first call."""
-    done = job(
-        2,
-        """
+"""
+# A signal to the process group leaves the workers of a data loader alone: Open MPI's mpirun sends it to all processes
+# of a rank, and the workers are forked before the first call.
+WORKERS = """
 from torch.utils.data import DataLoader
 if os.getpgid(0) != os.getpid(): os.setpgid(0, 0)
 with hd.init() as world:
@@ -106,44 +91,10 @@ with hd.init() as world:
             os.killpg(0, USR1)
             time.sleep(1)  # in which torch notices that a worker has ended
         if world.should_stop(): break
-    say(world.stop_reason)
-""",
-    )
-    assert done.out.splitlines() == ["rank 1 received SIGUSR1"] * 2, done
-
-
-@pytest.mark.parametrize("name", ["TERM", "USR1"])
-def test_a_program_that_never_asks_ends_by_the_signal(name: str) -> None:
-    done = job(2, f"world = hd.init()\nif world.rank: me({name})\nhd.concat(torch.ones(1))\nsay('survived')")
-    assert done.status != 0 and "survived" not in done.out
-
-
-def test_a_second_signal_ends_a_rank_that_waits_in_mpi() -> None:
-    """One that arrives twice does not: Slurm and mpirun may both send it."""
-    done = job(
-        2,
-        """
-world = hd.init()
-world.should_stop()
-def send():
-    me(TERM); time.sleep(0.1); me(TERM); time.sleep(1)
-    say("twice"); time.sleep(0.5)
-    me(TERM); time.sleep(30)
-    say("survived")
-if world.rank == 0:
-    threading.Thread(target=send, daemon=True).start()
-    hd.concat(torch.ones(1))
-time.sleep(60)
-""",
-    )
-    assert done.status in (15, 128 + 15) and done.out.startswith("twice") and "survived" not in done.out, done
-
-
-def test_what_cannot_be() -> None:
-    """On one rank, and the error is that of all."""
-    said = lines(
-        2,
-        """
+    assert world.stop_reason == "rank 1 received SIGUSR1", world.stop_reason
+"""
+# What cannot be on one rank is the error of all.
+REFUSED = """
 def refused(call, *texts):
     try: call()
     except hd.RankError as error: assert all(text in str(error) for text in texts), error
@@ -170,10 +121,56 @@ assert world.should_stop(2)  # and they are in step again
 world.finalize()
 try: world.should_stop()
 except hd.HpcdistError as error: assert "[HD112]" in str(error)
-say("ok")
+"""
+# One rank asks the scheduler once.
+TIME = """
+os.environ["SLURM_JOB_ID"] = "7"  # here: mpirun would look for the job, and puts its own folder first in PATH
+os.environ["PATH"] = sys.argv[1] + ":" + os.environ["PATH"]
+with hd.init(stop_before=1) as world:
+    assert not world.should_stop() and 0 < world.time_left() <= 50
+with hd.init(stop_before=3600) as world:
+    assert world.should_stop() and world.should_stop()
+    say(world.stop_reason)
+with hd.init() as world:
+    assert world.time_left() is None
+"""
+
+
+def test_handlers_workers_refusals_and_the_time_of_the_job(tmp_path: Path) -> None:
+    fake(tmp_path, "squeue", "0:50")
+    done = mpirun(2, "-c", HEAD + HANDLERS + WORKERS + REFUSED + TIME, str(tmp_path))
+    assert done.status == 0, done.err
+    said = done.out.splitlines()
+    assert len(said) == 2 and said[0] == said[1] and re.fullmatch(r"the job ends in \d+ s", said[0]), said
+    assert (tmp_path / "calls").read_text().split() == ["call", "call"]  # one for each world
+
+
+@pytest.mark.once
+def test_a_program_that_never_asks_ends_by_the_signal() -> None:
+    done = job(2, "world = hd.init()\nif world.rank: me(TERM)\nhd.concat(torch.ones(1))\nsay('survived')")
+    assert done.status != 0 and "survived" not in done.out
+
+
+@pytest.mark.once
+def test_a_second_signal_ends_a_rank_that_waits_in_mpi() -> None:
+    """One that arrives twice does not: Slurm and mpirun may both send it."""
+    done = job(
+        2,
+        """
+world = hd.init()
+world.should_stop()
+def send():
+    me(TERM); time.sleep(0.1); me(TERM); time.sleep(1)
+    say("twice"); time.sleep(0.5)
+    me(TERM); time.sleep(30)
+    say("survived")
+if world.rank == 0:
+    threading.Thread(target=send, daemon=True).start()
+    hd.concat(torch.ones(1))
+time.sleep(60)
 """,
     )
-    assert said == ["ok", "ok"]
+    assert done.status in (15, 128 + 15) and done.out.startswith("twice") and "survived" not in done.out, done
 
 
 QSTAT = """Job Id: 7.head
@@ -227,24 +224,3 @@ def test_the_time_of_no_job_of_the_variable_and_of_a_job_in_a_job(
     fake(tmp_path, "flux", "100")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert scheduler.time_left({**end, "FLUX_JOB_ID": "f1"}) == 100
-
-
-def test_a_job_stops_before_its_end(tmp_path: Path) -> None:
-    """One rank asks once."""
-    fake(tmp_path, "squeue", "0:50")
-    said = lines(
-        2,
-        f"""
-os.environ["SLURM_JOB_ID"] = "7"  # here: mpirun would look for the job, and puts its own folder first in PATH
-os.environ["PATH"] = "{tmp_path}:" + os.environ["PATH"]
-with hd.init(stop_before=1) as world:
-    assert not world.should_stop() and 0 < world.time_left() <= 50
-with hd.init(stop_before=3600) as world:
-    assert world.should_stop() and world.should_stop()
-    say(world.stop_reason)
-with hd.init() as world:
-    assert world.time_left() is None
-""",
-    )
-    assert len(said) == 2 and said[0] == said[1] and re.fullmatch(r"the job ends in \d+ s", said[0]), said
-    assert (tmp_path / "calls").read_text().split() == ["call", "call"]  # one for each world
