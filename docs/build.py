@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -37,6 +38,17 @@ LEFT_OUT = (  # 5,800 lines of tables; what a package index shows, which has no 
     ROOT / "docs" / "package-index.md",
 )
 NOT_SEARCHED = ("benchmarks/tables.md", "changes.md")  # what they have of a word would come first
+KINDS_OF_ERRORS = {  # by the first digit of the code
+    "1": "start of a job",
+    "2": "an argument on one rank",
+    "3": "ranks that do not agree",
+    "4": "files",
+    "5": "commands",
+    "6": "deadlines, dead and missing ranks",
+    "7": "torch.distributed and Horovod's names",
+    "8": "job scripts",
+    "9": "errors of hpcdist itself",
+}
 ERRORS = "errors/"  # what stands in `nav` for the catalogue
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"^( *)(`{3,}).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
@@ -120,11 +132,12 @@ def catalogue() -> list[Any]:
     codes = sorted((PAGES / "errors").glob("HD*.md"))
     if not codes:
         return []
-    index = PAGES / "errors" / "index.md"
-    if not index.exists():
-        rows = "\n".join(f"- [{title(code)}]({code.name})" for code in codes)
-        index.write_text(f"# Error codes\n\n`python -m hpcdist explain CODE` prints these pages.\n\n{rows}\n")
-    return [{"Error codes": ["errors/index.md", *({code.stem: f"errors/{code.name}"} for code in codes)]}]
+    text = "# Error codes\n\n`python -m hpcdist explain CODE` prints these pages.\n"
+    for first, codes_of_it in groupby(codes, lambda code: code.stem[2]):
+        rows = "\n".join(f"- [{title(code)}]({code.name})" for code in codes_of_it)
+        text += f"\n## HD{first}xx: {KINDS_OF_ERRORS[first]}\n\n{rows}\n"
+    (PAGES / "errors" / "index.md").write_text(text)
+    return [{"Error codes": ["errors/index.md", *({title(code): f"errors/{code.name}"} for code in codes)]}]
 
 
 def with_errors(nav: list[Any], codes: list[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""``python docs/doctor_page.py``: fill the tables of docs/doctor.md from the doctor's table of checks.
+"""``python docs/doctor_page.py``: fill the tables of docs/fail/doctor.md from the doctor's table of checks.
 
 The text around them is written by hand; a comment in front of each table names its section.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpcdist.doctor.checks import CHECKS, STEPS
 
-PAGE = Path(__file__).with_name("doctor.md")
+PAGE = Path(__file__).with_name("fail") / "doctor.md"
 _TABLE = re.compile(r"(<!-- checks: (.+) -->\n\n)(?:\|.*\n)*")
 _HEAD = "| finding | meaning if not ok | what to do |\n|---|---|---|\n"
 

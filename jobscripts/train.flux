@@ -4,7 +4,7 @@
 #
 # Edit: the #flux: lines (options given to flux batch override them), the lines that load your environment,
 # and the program.
-# The program is torch's own with one changed line, hpcdist.init(): see docs/torch-backend.md.
+# The program is torch's own with one changed line, hpcdist.init(): see docs/do/torch-distributed.md.
 # Written by:
 #     python -m hpcdist.jobscript --kind train --scheduler flux --gpus-per-node 4
 #flux: --job-name=hpcdist-train

@@ -56,6 +56,6 @@ def test_its_picture_has_the_fastest_way_by_hand_and_says_where_it_was_measured(
 
 def test_no_page_installs_from_an_index_that_does_not_have_it() -> None:
     pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "hpcdist" / "errors" / "pages").glob("*.md"), ROOT / "README.md"]
-    assert len(pages) > 100
+    assert len(pages) > 90
     for page in pages:
         assert not re.search(r"pip install\s+['\"]?hpcdist\b", page.read_text()), page

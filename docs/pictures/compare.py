@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-PAGE = Path(__file__).parents[1] / "how-to" / "compare-with-by-hand.md"
+PAGE = Path(__file__).parents[1] / "tune" / "compare.md"
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-PAGE = Path(__file__).parents[1] / "how-to" / "my-job-is-slow.md"
+PAGE = Path(__file__).parents[1] / "tune" / "slow.md"
 
 
 def main() -> None:

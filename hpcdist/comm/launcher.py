@@ -2,7 +2,7 @@
 
 Needs no torch.
 
-docs/launchers.md has the table for users, and says how each launcher was tested. The sources of the variables:
+docs/do/launchers.md says how each launcher was tested; docs/reference/variables.md has the variables. Their sources:
 
 - Open MPI: mpirun(1), "Environment Variables"; MVAPICH: its user guide, "MPIRUN_RSH environment variables".
 - Hydra (MPICH and Intel MPI): what ``mpiexec -n 2 env`` of mpich 5.0.2 and of impi-rt 2021.18 shows.

@@ -1,6 +1,6 @@
 """The table of checks, in the order of the report: name, facts needed, verdict, meaning and fix of each.
 
-A verdict is a pure function of facts. docs/doctor.md is made from the table: the docstring of a check is its meaning.
+A verdict is a pure function of facts. docs/fail/doctor.md is made from the table: a check's docstring is its meaning.
 """
 
 from __future__ import annotations
@@ -585,7 +585,7 @@ def _locking(ranks: Ranks) -> Verdict:
 
 @Check(
     "folders", "HDF5", "hdf5.h5py", per=RANK, errors="hdf5", alike="the same environment on all nodes",
-    fix="`pip install h5py`; docs/how-to/install-on-a-cluster.md describes how to build it for parallel HDF5",
+    fix="`pip install h5py`; docs/start/install.md describes how to build it for parallel HDF5",
 )  # fmt: skip
 def _h5py(facts: Facts) -> Verdict:
     """h5py is missing, or differs between the nodes."""

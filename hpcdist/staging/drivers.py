@@ -46,7 +46,7 @@ def missing(name: str) -> str | None:
 
     if name != "mpio" or h5py.get_config().mpi:
         return None
-    page = "docs/how-to/install-on-a-cluster.md describes the build with MPI"
+    page = "docs/start/install.md describes the build with MPI"
     return f"h5py {h5py.__version__} was built without MPI ({page})"
 
 

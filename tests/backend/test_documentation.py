@@ -1,4 +1,4 @@
-"""The programs in docs/torch-backend.md run as they stand, under the launcher and without it."""
+"""The programs in docs/do/torch-distributed.md run as they stand, under the launcher and without it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launch import mpirun
 
-DOC = (Path(__file__).parents[2] / "docs" / "torch-backend.md").read_text()
+DOC = (Path(__file__).parents[2] / "docs" / "do" / "torch-distributed.md").read_text()
 
 
 def _program(name: str, folder: Path) -> str:

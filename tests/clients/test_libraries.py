@@ -14,7 +14,7 @@ from pages import parse
 from settings import ROOT
 
 RUN = ("-m", "hpcdist.run")
-STOP = (ROOT / "docs" / "how-to" / "stop-in-time.md").read_text()
+STOP = (ROOT / "docs" / "do" / "stop-in-time.md").read_text()
 STOPS = {name: text for name, text in parse("", STOP).programs.items() if name.endswith("_stop.py")}
 TRAINED = [name for name in PROGRAMS if name.endswith("train.py")]
 

@@ -17,7 +17,7 @@ ELASTIC = {**TORCH, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "some"}
 IN_SLURM = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}  # as a job script has them
 STEP = {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
 
-# The variables of the last rank of 4 on 2 nodes: as printed by the launcher where docs/launchers.md says that it was
+# The variables of the last rank of 4 on 2 nodes: as printed by the launcher where docs/do/launchers.md says that it was
 # run; else as documented. With it: its name, its words for one process, and those for its own mismatch.
 PLACES = {
     "Open MPI": (

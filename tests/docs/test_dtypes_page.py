@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_table_of_dtypes_says_what_the_code_does() -> None:
     """Each dtype once, whether this torch has it or not; and what each file format can hold."""
-    page = (ROOT / "docs" / "guide" / "dtypes.md").read_text()
+    page = (ROOT / "docs" / "do" / "data.md").read_text()
     rows = re.findall(r"^\| (`[a-z]+\d.*?) \| (yes|no) \| (yes|no) \| (yes|no) \|$", page, re.MULTILINE)
     told = {name: row[1:] for row in rows for name in re.findall(r"`(\w+)`", row[0])}
     assert sum(len(re.findall(r"`\w+`", row[0])) for row in rows) == len(told), "a dtype is named twice"

@@ -1,4 +1,4 @@
-"""The commands in the table of docs/checkpoints.md run as they stand; its programs: tests/docs."""
+"""The commands in the table of docs/do/checkpoints.md run as they stand; its programs: tests/docs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launch import mpirun
 
-DOC = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+DOC = (Path(__file__).parents[2] / "docs" / "do" / "checkpoints.md").read_text()
 
 
 @pytest.mark.once

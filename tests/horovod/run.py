@@ -28,7 +28,7 @@ FILES = ("test_torch.py", "test_process_sets_static.py", "test_process_sets_mult
 HEAD = """# Horovod's own tests
 
 This page has the results of Horovod's tests of `horovod.torch` and of process sets on
-[hpcdist.horovod](from-horovod.md), without a GPU.
+[hpcdist.horovod](start/from-horovod.md), without a GPU.
 `tests/horovod/run.py` runs them without a change, and writes this page. `torch.optim.Muon` is newer than the tests, and
 refuses the biases of their models, so it is hidden from them. A test that fails on any rank has failed.
 

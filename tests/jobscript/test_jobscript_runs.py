@@ -1,7 +1,7 @@
 """Job scripts for PBS, Flux and LSF run: with the real mpirun of this environment, and stand-ins for what is not here.
 
 A stand-in has the options of the real command, refuses any other, and sets the variables that the real one sets
-(docs/launchers.md has what was run with the real one). Slurm's scripts run on Slurm: tests/cluster.
+(docs/do/launchers.md has what was run with the real one). Slurm's scripts run on Slurm: tests/cluster.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import linecache
 import signal
 import struct
 import sys
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
@@ -417,3 +418,25 @@ def test_a_world_that_ends_with_receives_open(world: hd.World) -> None:
     except HpcdistError as error:
         caught = str(error)
     assert_on_all_ranks(world.comm, "ended before this message" in caught, caught)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("way", ["recv", "async_op"])
+def test_a_rank_that_waits_uses_less_than_half_a_core(world: hd.World, way: str) -> None:
+    """As docs/fail/faq.md says; MPI's own waiting uses all of it."""
+    world.comm.Barrier()
+    seconds = 0.0
+    if world.rank == 1:
+        time.sleep(0.5)
+    used = time.process_time()
+    if way == "async_op":
+        handle = hd.concat([world.rank], async_op=True)
+        seconds = time.monotonic()
+        handle.wait(30)
+    elif world.rank == 0:
+        seconds = time.monotonic()
+        hd.recv(source=1)
+    elif world.rank == 1:
+        hd.send(1, dest=0)
+    used, seconds = time.process_time() - used, time.monotonic() - seconds
+    assert_on_all_ranks(world.comm, world.rank > 0 or (seconds > 0.4 and used < seconds / 2), (used, seconds))
