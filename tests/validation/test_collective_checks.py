@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -28,13 +30,14 @@ ROWS = 2  # of every shard; the whole has this many a rank
 
 @dataclass(frozen=True)
 class Mistake:
-    """Arguments of a verb, and what the error must say of the ranks that pass them instead of the right ones."""
+    """A value of an argument of a verb that is wrong; what the error must say, as a regular expression; on which ranks
+    it is a mistake."""
 
     name: str
     verb: str
-    wrong: Callable[[hd.World], dict[str, Any]]
-    told: str  # a regular expression: what was expected, and what came
-    where: Callable[[hd.World, int], bool] = field(default=lambda world, root: True)  # on which ranks it is a mistake
+    value: Any  # or a function of the world
+    told: str
+    where: Callable[[hd.World, int], bool]
 
 
 def _right(world: hd.World, verb: str, root: int) -> dict[str, Any]:
@@ -57,6 +60,10 @@ def _others_work(world: hd.World) -> None:
     assert_on_all_ranks(world.comm, torch.equal(hd.concat(expected[world.rank]), expected), "the next call")
 
 
+def _everywhere(world: hd.World, root: int) -> bool:
+    return True
+
+
 def _on_root(world: hd.World, root: int) -> bool:
     return world.rank == root
 
@@ -65,157 +72,61 @@ def _elsewhere(world: hd.World, root: int) -> bool:
     return world.rank != root
 
 
-def _empty(world: hd.World, *shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
-    """Memory for the whole, if `shape` is right."""
-    return torch.empty((ROWS * world.world_size, *shape), dtype=dtype, device=device)
+def _whole(world: hd.World, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty((ROWS * world.world_size, 3), dtype=dtype)
 
 
-# --- mistakes that a rank can see for itself -------------------------------------------------------------------------
+# --- mistakes that a rank can see for itself: each argument of each verb; test_local_checks.py has all their kinds ----
 
-
-def _shard_mistakes(verb: str) -> list[Mistake]:
-    """Of the verbs to which every rank brings a shard."""
-    x: dict[str, tuple[Callable[[hd.World], Any], str]] = {
-        "an object": (lambda w: object(), r"x is a builtins.object, which is not sent; expected tensors, numpy"),
-        "a function in a list": (lambda w: [1.0, print], r"x\[1\] is a builtins.builtin_function_or_method, which"),
-        "text in a NumPy array": (lambda w: np.array(["a"]), r"x is a numpy array of dtype <U1, which no tensor can"),
-        "sparse": (lambda w: torch.eye(2).to_sparse(), "x must be a dense tensor, got layout torch.sparse_coo"),
-        "sparse rows": (
-            lambda w: torch.eye(2).to_sparse_csr(),
-            "x must be a dense tensor, got layout torch.sparse_csr",
-        ),
-        "for MKL-DNN": (lambda w: torch.eye(2).to_mkldnn(), "x must be a dense tensor, got layout torch._mkldnn"),
-        "nested": (lambda w: torch.nested.nested_tensor([torch.zeros(2)]), "x must be a dense tensor"),
-        "quantized": (
-            lambda w: torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8),
-            r"x must be a dense tensor, got layout torch.strided \(quantized\)",
-        ),
-        "nowhere": (lambda w: torch.empty(2, device="meta"), "x is on device meta; expected cpu or cuda"),
-    }
-    mistakes = [Mistake(f"x is {name}", verb, lambda w, v=v: {"x": v(w)}, told) for name, (v, told) in x.items()]
-    for dim, told in [
-        ("0", "dim must be an int, got str '0'"),
-        (0.0, "dim must be an int, got float 0.0"),
-        (None, "dim must be an int, got NoneType"),
-        (True, "dim must be an int, got bool True"),
-        (np.array([0, 1]), "dim must be an int, got ndarray"),
-        (2, "dim is 2, expected -2 to 1 for a tensor of 2 dims"),
-        (-3, "dim is -3, expected -2 to 1 for a tensor of 2 dims"),
-    ]:
-        mistakes.append(Mistake(f"dim is {dim!r}", verb, lambda w, dim=dim: {"dim": dim}, told))
-    return mistakes
-
-
-def _out_mistakes(verb: str) -> list[Mistake]:
-    where = _on_root if verb == "gather" else Mistake.__dataclass_fields__["where"].default
-    outs: dict[str, tuple[Callable[[hd.World], Any], str]] = {
-        "a list": (lambda w: [0.0], "out must be a torch.Tensor, got list"),
-        "of another dtype": (
-            lambda w: _empty(w, 3, dtype=torch.float64),
-            "out has dtype torch.float64, expected torch.float32, that of x",
-        ),
-        "too wide": (lambda w: _empty(w, 4), r"out has shape \(\d+, 4\), expected \(\*, 3\)"),
-        "of other dims": (lambda w: _empty(w, 3, 1), r"out has shape \(\d+, 3, 1\), expected \(\*, 3\)"),
-        "too long": (
-            lambda w: torch.empty(ROWS * w.world_size + 1, 3),
-            r"out has extent (\d+) along dim, expected \d+",
-        ),
-        "elsewhere": (lambda w: _empty(w, 3, device="meta"), "out is on device meta"),
-        "expanded": (lambda w: torch.empty(1, 3).expand(max(2, ROWS * w.world_size), 3), "out overlaps itself"),
-        "lazily negated": (lambda w: _empty(w, 3)._neg_view(), "out is a lazily conjugated or negated view"),
-    }
-    made = [
-        Mistake(f"out is {name}", verb, lambda w, v=v: {"out": v(w)}, told, where) for name, (v, told) in outs.items()
-    ]
-    if verb == "gather":
-        told = r"out is given, but only the root \(rank \d+\) receives a result"
-        made.append(Mistake("out is given elsewhere", verb, lambda w: {"out": _empty(w, 3)}, told, _elsewhere))
-    return made
-
-
-def _root_mistakes(verb: str) -> list[Mistake]:
-    return [
-        Mistake(f"root is {name}", verb, lambda w, v=value: {"root": v if v != "size" else w.world_size}, told)
-        for name, value, told in [
-            ("a str", "0", "root must be an int, got str '0'"),
-            ("a bool", False, "root must be an int, got bool False"),
-            ("negative", -1, r"root is -1, expected 0 to \d+ in a group of \d+ ranks"),
-            ("the size", "size", r"root is \d+, expected 0 to \d+ in a group of \d+ ranks"),
-        ]
-    ]
-
-
-def _route_mistakes(verb: str) -> list[Mistake]:
-    told = "expected one of auto, nccl, gloo, mpi"
-    return [
-        Mistake("no such route", verb, lambda w: {"route": "tcp"}, f"route is 'tcp', {told}"),
-        Mistake("route is None", verb, lambda w: {"route": None}, f"route is None, {told}"),
-        Mistake("route is an array", verb, lambda w: {"route": np.array(["mpi", "gloo"])}, told),
-    ]
-
-
-def _split_mistakes() -> list[Mistake]:
-    def counts(change: Callable[[hd.World], Any]) -> Callable[[hd.World], dict[str, Any]]:
-        return lambda w: {"counts": change(w)}
-
-    def made(name: str, wrong: Callable[[hd.World], dict[str, Any]], told: str, where: Any = _on_root) -> Mistake:
-        return Mistake(name, "split", wrong, told, where)
-
-    out = r"out has extent \d+ along dim, expected 2"
-    return [
-        made("no x on the root", lambda w: {"x": None}, "x must be a torch.Tensor, got NoneType"),
-        made("x is an object", lambda w: {"x": object()}, "x is a builtins.object, which is not sent"),
-        made(
-            "x is a structure that is too short",
-            lambda w: {"x": {"a": torch.zeros(1)}, "counts": [2] * w.world_size},
-            r"x\['a'\]: counts add up",
-        ),
-        made("x is 0-d", lambda w: {"x": torch.tensor(1.0)}, "x has no dimension to split along: it is 0-d"),
-        made("x is sparse", lambda w: {"x": torch.eye(2).to_sparse()}, "x must be a dense tensor"),
-        made(
-            "x elsewhere", lambda w: {"x": torch.zeros(2, 3)}, r"x is given, but split sends from the root", _elsewhere
-        ),
-        made("dim is a str", lambda w: {"dim": "0"}, "dim must be an int, got str '0'", lambda w, root: True),
-        made("too few counts", counts(lambda w: [2] * (w.world_size - 1)), "entries, expected one for each of"),
-        made("too many counts", counts(lambda w: [1] * 2 * w.world_size), "entries, expected one for each of"),
-        made("counts add up to less", counts(lambda w: [1] * w.world_size), r"counts add up to \d+, expected \d+"),
-        made("negative counts", counts(lambda w: [-1] * w.world_size), r"counts has a negative entry: \[-1"),
-        made("counts of floats", counts(lambda w: [2.0] * w.world_size), "counts must be integers.*got list"),
-        made("counts is an int", counts(lambda w: 2), "counts must be integers.*got int 2"),
-        made("no such rule", counts(lambda w: "half"), r"expected one of \['block', 'chunk'\], got 'half'"),
-        made("counts of floats elsewhere", counts(lambda w: [2.0]), "counts must be integers", _elsewhere),
-        made("out too long", lambda w: {"out": torch.empty(ROWS + 1, 3)}, out, lambda w, root: True),
-        made("out too short", lambda w: {"out": torch.empty(0, 3)}, out, lambda w, root: True),
-        made("out is a list", lambda w: {"out": [0]}, "out must be a torch.Tensor, got list", lambda w, root: True),
-        made(
-            "out is expanded",
-            lambda w: {"out": torch.empty(1, 3).expand(2, 3)},
-            "out overlaps itself",
-            lambda w, root: True,
-        ),
-        made(
-            "out is lazily negated",
-            lambda w: {"out": torch.empty(2, 3)._neg_view()},
-            "out is a lazily conjugated or negated view",
-            lambda w, root: True,
-        ),
-    ]
-
-
-LOCAL = [
-    *_shard_mistakes("gather"),
-    *_shard_mistakes("concat"),
-    *_out_mistakes("gather"),
-    *_out_mistakes("concat"),
-    *_root_mistakes("gather"),
-    *_root_mistakes("split"),
-    Mistake("root is None", "gather", lambda w: {"root": None}, "root must be an int, got NoneType None"),
-    *(mistake for verb in ("gather", "concat", "split") for mistake in _route_mistakes(verb)),
-    *_split_mistakes(),
+EVERY: list[tuple[str, Any, str]] = [
+    ("dim", "0", "dim must be an int, got str '0'"),
+    ("route", "tcp", "route is 'tcp', expected one of auto, nccl, gloo, mpi"),
+    ("out", [0], "out must be a torch.Tensor, got list"),
+]
+SHARDS: list[tuple[str, Any, str]] = [
+    ("x", object(), r"x is a builtins.object, which is not sent; expected tensors, numpy"),
+    ("x", [1.0, print], r"x\[1\] is a builtins.builtin_function_or_method, which"),
+    ("x", torch.eye(2).to_sparse(), "x must be a dense tensor, got layout torch.sparse_coo"),
+    ("x", torch.empty(2, device="meta"), "x is on device meta; expected cpu or cuda"),
+    ("dim", 2, "dim is 2, expected -2 to 1 for a tensor of 2 dims"),
+    ("out", lambda w: _whole(w, torch.float64), "out has dtype torch.float64, expected torch.float32, that of x"),
+    ("out", lambda w: torch.cat([_whole(w)] * 2), r"out has extent (\d+) along dim, expected \d+"),
+]
+ROOTS: list[tuple[str, Any, str]] = [
+    ("root", False, "root must be an int, got bool False"),
+    ("root", lambda w: w.world_size, r"root is \d+, expected 0 to \d+ in a group of \d+ ranks"),
+]
+SPLIT: list[tuple[str, Any, str, Callable[[hd.World, int], bool]]] = [
+    ("x", None, "x must be a torch.Tensor, got NoneType", _on_root),
+    ("x", object(), "x is a builtins.object, which is not sent", _on_root),
+    ("x", lambda w: {"a": torch.zeros(2 * w.world_size - 1)}, r"x\['a'\]: counts add up", _on_root),
+    ("x", torch.tensor(1.0), "x has no dimension to split along: it is 0-d", _on_root),
+    ("x", torch.zeros(2, 3), r"x is given, but split sends from the root", _elsewhere),
+    ("counts", lambda w: [2] * (w.world_size - 1), "entries, expected one for each of", _on_root),
+    ("counts", lambda w: [1] * w.world_size, r"counts add up to \d+, expected \d+", _on_root),
+    ("counts", "half", r"expected one of \['block', 'chunk'\], got 'half'", _on_root),
+    ("counts", [2.0], "counts must be integers", _everywhere),
+    ("out", torch.empty(ROWS + 1, 3), r"out has extent \d+ along dim, expected 2", _everywhere),
 ]
 
 
-@pytest.mark.parametrize("mistake", LOCAL, ids=lambda mistake: f"{mistake.verb}: {mistake.name}")
+def _mistakes() -> Iterator[Mistake]:
+    for verb in ("gather", "concat", "split"):
+        rows = [*EVERY, *([] if verb == "split" else SHARDS), *([] if verb == "concat" else ROOTS)]
+        for name, value, told in rows:
+            where = _on_root if (verb, name) == ("gather", "out") else _everywhere
+            yield Mistake(name, verb, value, told, where)
+    yield Mistake("root", "gather", None, "root must be an int, got NoneType None", _everywhere)
+    told = r"out is given, but only the root \(rank \d+\) receives a result"
+    yield Mistake("out", "gather", _whole, told, _elsewhere)
+    for name, value, told, where in SPLIT:
+        yield Mistake(name, "split", value, told, where)
+
+
+LOCAL = list(_mistakes())
+
+
+@pytest.mark.parametrize("mistake", LOCAL, ids=lambda mistake: f"{mistake.verb}: {mistake.told[:40]}")
 def test_a_mistake_of_one_rank_and_of_all(world: hd.World, mistake: Mistake) -> None:
     """Named are exactly the ranks at fault, with what was expected there and what came."""
     size = world.world_size
@@ -225,7 +136,10 @@ def test_a_mistake_of_one_rank_and_of_all(world: hd.World, mistake: Mistake) -> 
             named = [rank for rank, wrong in enumerate(world.comm.allgather(at_fault)) if wrong]
             if not named:
                 continue
-            changes = mistake.wrong(world) if at_fault else {}
+            value = mistake.value(world) if isinstance(mistake.value, FunctionType) else mistake.value
+            changes = {mistake.name: value} if at_fault else {}
+            if isinstance(changes.get("x"), dict):  # without counts there is no number of rows that is too small
+                changes["counts"] = [ROWS] * size
             error = raises_on_all_ranks(
                 world.comm, hd.RankError, lambda c=changes, r=root: _call(world, mistake.verb, r, c)
             )
@@ -247,44 +161,40 @@ def _check_error(world: hd.World, error: hd.RankError, verb: str, named: list[in
 # --- mistakes that only show between ranks ---------------------------------------------------------------------------
 
 
-DIFFERENCES: dict[str, tuple[str, Callable[[int], dict[str, Any]], Callable[[int], str]]] = {
-    # verb, the arguments of variant 0 (right) and 1 (another), and how the message says them
-    "gather: root": ("gather", lambda v: {"root": v}, lambda v: f"root is {v}"),
-    "gather: route": ("gather", lambda v: {"route": ("mpi", "gloo")[v]}, lambda v: f"route is {('mpi', 'gloo')[v]}"),
-    "concat: dim": ("concat", lambda v: {"dim": v, "x": torch.zeros(3, 3)}, lambda v: f"dim is {v}"),
-    "concat: dtype": (
-        "concat",
-        lambda v: {"x": torch.zeros(2, dtype=(torch.float32, torch.float64)[v])},
-        lambda v: f"dtype is torch.float{(32, 64)[v]}",
-    ),
-    "gather: number of dims": (
-        "gather",
-        lambda v: {"x": torch.zeros((2, 3, 4)[: v + 1])},
-        lambda v: f"number of dims is {v + 1}",
-    ),
-    "concat: 0-d and 1-d": ("concat", lambda v: {"x": torch.zeros((1,) * v)}, lambda v: f"number of dims is {v}"),
-    "concat: other extents": ("concat", lambda v: {"x": torch.zeros(v, 5 + v)}, lambda v: rf"shape is (*, {5 + v})"),
-    "split: route": ("split", lambda v: {"route": ("auto", "mpi")[v]}, lambda v: f"route is {('auto', 'mpi')[v]}"),
-    "split: dim": ("split", lambda v: {"dim": v}, lambda v: f"dim is {v}"),
-}
+# verb, argument, its value where it is right and where it is another one, and how the message says both
+DIFFERENCES: list[tuple[str, str, tuple[Any, Any], str, tuple[str, str]]] = [
+    ("gather", "root", (0, 1), "root is ", ("0", "1")),
+    ("gather", "route", ("mpi", "gloo"), "route is ", ("mpi", "gloo")),
+    ("gather", "x", (torch.zeros(2), torch.zeros(2, 3)), "number of dims is ", ("1", "2")),
+    ("concat", "dim", (0, 1), "dim is ", ("0", "1")),
+    ("concat", "x", (torch.zeros(2), torch.zeros(2).double()), "dtype is ", ("torch.float32", "torch.float64")),
+    ("concat", "x", (torch.tensor(0), torch.tensor([0])), "number of dims is ", ("0", "1")),
+    ("concat", "x", (torch.zeros(0, 5), torch.zeros(1, 6)), "shape is ", ("(*, 5)", "(*, 6)")),
+    ("split", "route", ("auto", "mpi"), "route is ", ("auto", "mpi")),
+    ("split", "dim", (0, 1), "dim is ", ("0", "1")),
+]
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("name", DIFFERENCES)
-def test_ranks_that_differ(world: hd.World, name: str) -> None:
+@pytest.mark.parametrize(
+    ("verb", "name", "values", "what", "texts"),
+    DIFFERENCES,
+    ids=[f"{row[0]}: {row[3]}{row[4][1]}" for row in DIFFERENCES],
+)
+def test_ranks_that_differ(
+    world: hd.World, verb: str, name: str, values: tuple[Any, Any], what: str, texts: tuple[str, str]
+) -> None:
     """Named are those that differ from most; of two equal parties, the one without the lowest rank."""
-    verb, arguments, text = DIFFERENCES[name]
     size = world.world_size
     for odd in [{rank} for rank in range(size)] + [set(range(size // 2))]:
         variants = [int(rank in odd) for rank in range(size)]
         usual = max(variants, key=lambda v: (variants.count(v), v == variants[0]))
         named = [rank for rank, variant in enumerate(variants) if variant != usual]
-        changes = arguments(variants[world.rank])
+        changes = {name: values[variants[world.rank]]}
         error = raises_on_all_ranks(world.comm, hd.RankError, lambda c=changes: _call(world, verb, 0, c))
         where = [str(rank) for rank, variant in enumerate(variants) if variant == usual]
-        expected = rf"{re.escape(text(1 - usual))}, where ranks? {', '.join(where)} ha(s|ve) "
-        expected += re.escape(text(usual).split(" is ")[1])
-        _check_error(world, error, verb, named, expected)
+        expected = rf"{re.escape(what + texts[1 - usual])}, where ranks? {', '.join(where)} ha(s|ve) "
+        _check_error(world, error, verb, named, expected + re.escape(texts[usual]))
         _others_work(world)
 
 
@@ -349,14 +259,9 @@ def test_counts_written_in_other_ways(world: hd.World) -> None:
     """Integers of any kind are the same counts, in the next call too, and the rule may be named or left out."""
     size = world.world_size
     x = torch.arange(size) if world.rank == 0 else None
-    findings = Findings(world.comm)
-    ways = ([True] * size, np.ones(size, dtype=np.int8), torch.ones(size, dtype=torch.int64), (1,) * size)
-    for way in ways:
-        mine = hd.split(x, counts=way if world.rank == 0 else [1] * size)
-        findings.check(mine.tolist() == [world.rank], f"{way!r}: {mine}")
-    mine = hd.split(x, counts=None if world.rank == 0 else "block")
-    findings.check(mine.tolist() == [world.rank], f"None and 'block': {mine}")
-    findings.settle()
+    for way in ([True] * size, np.ones(size, dtype=np.int8), torch.ones(size, dtype=torch.int64), (1,) * size, None):
+        mine = hd.split(x, counts=way if world.rank == 0 else "block" if way is None else [1] * size)
+        assert_on_all_ranks(world.comm, mine.tolist() == [world.rank], f"{way!r}: {mine}")
 
 
 @pytest.mark.mpi(min_size=2)
@@ -368,16 +273,14 @@ def test_different_verbs(world: hd.World) -> None:
         "concat": lambda: hd.concat(x),
         "split": lambda: hd.split(x if world.rank == 0 else None),
     }
-    for one in verbs:
-        for other in [verb for verb in verbs if verb != one]:
-            for odd in range(world.world_size):
-                called = [other if rank == odd else one for rank in range(world.world_size)]
-                error = raises_on_all_ranks(world.comm, hd.RankError, verbs[called[world.rank]])
-                usual = called[0] if world.world_size == 2 else one
-                named = [rank for rank, verb in enumerate(called) if verb != usual]
-                strange = other if usual == one else one
-                told = rf"called {strange}\(\), where ranks? [\d, ]+ called {usual}\(\)"
-                _check_error(world, error, called[0], named, told)
+    size = world.world_size
+    for (one, other), odd in itertools.product(itertools.permutations(verbs, 2), range(size)):
+        called = [other if rank == odd else one for rank in range(size)]
+        error = raises_on_all_ranks(world.comm, hd.RankError, verbs[called[world.rank]])
+        usual = called[0] if size == 2 else one
+        named = [rank for rank, verb in enumerate(called) if verb != usual]
+        told = rf"called {other if usual == one else one}\(\), where ranks? [\d, ]+ called {usual}\(\)"
+        _check_error(world, error, called[0], named, told)
     _others_work(world)
 
 
@@ -407,45 +310,30 @@ def test_an_error_in_a_group_is_the_groups(world: hd.World) -> None:
     comm.Free()
 
 
-def test_a_refused_call_after_one_that_was_agreed(world: hd.World) -> None:
-    """What is remembered of a call that repeats is not taken for another one."""
-    findings = Findings(world.comm)
-    for turn in range(3):
-        for extent in (2, 3, 2):
-            result = hd.concat(torch.full((extent + world.rank,), turn))
-            findings.check(result.numel() == sum(extent + rank for rank in range(world.world_size)), f"{extent}")
-        raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.concat(print))
-    findings.settle()
-
-
 def test_without_a_world(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
     from hpcdist.runtime import world as worlds
 
-    with monkeypatch.context() as patch:
-        patch.setattr(worlds, "_world", None)
-        caught = []
-        for verb in (hd.gather, hd.concat, hd.split):
-            try:
-                verb(torch.zeros(1))
-            except HpcdistError as error:
-                caught.append("call hpcdist.init() first" in str(error))
-    assert_on_all_ranks(world.comm, caught == [True] * 3, caught)
+    monkeypatch.setattr(worlds, "_world", None)
+    for verb in (hd.gather, hd.concat, hd.split):
+        with pytest.raises(HpcdistError, match=r"call hpcdist.init\(\) first"):
+            verb(torch.zeros(1))
 
 
 # --- control.objects -------------------------------------------------------------------------------------------------
 
 
-def test_broadcast(world: hd.World) -> None:
-    """Rank 0 runs it, all have its result."""
+def test_run_on_root_and_on_all(world: hd.World) -> None:
+    """All have the results."""
     ran: list[int] = []
 
-    def step() -> str:
+    def step() -> int:
         ran.append(world.rank)
-        return f"from rank {world.rank}"
+        return 10 * world.rank + 7
 
     result = objects.run_on_root(world.comm, "name", step)
-    assert_on_all_ranks(world.comm, result == "from rank 0", result)
-    assert_on_all_ranks(world.comm, ran == [0] * (world.rank == 0), ran)
+    assert_on_all_ranks(world.comm, (result, ran) == (7, [0] * (world.rank == 0)), (result, ran))
+    results = objects.run_on_all(world.comm, "count", step)
+    assert_on_all_ranks(world.comm, results == [rank * 10 + 7 for rank in range(world.world_size)], results)
 
 
 class _AwkwardError(Exception):
@@ -491,11 +379,6 @@ def test_what_fails_does_not_keep_what_the_caller_holds(world: hd.World) -> None
     finally:
         gc.enable()
     assert_on_all_ranks(world.comm, kept == [False, False], kept)
-
-
-def test_all_gather(world: hd.World) -> None:
-    results = objects.run_on_all(world.comm, "count", lambda: world.rank * 10)
-    assert_on_all_ranks(world.comm, results == [rank * 10 for rank in range(world.world_size)], results)
 
 
 def test_all_gather_tells_who_failed(world: hd.World) -> None:

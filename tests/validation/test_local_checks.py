@@ -13,7 +13,7 @@ from cases import Index
 from hpcdist.collectives.join import Join
 from hpcdist.collectives.split import Scatter
 from hpcdist.tensors.accelerator import MemoryKind
-from hpcdist.validation.call import Call, show_shape
+from hpcdist.validation.call import Call
 from hpcdist.validation.local import call_of, check_split
 
 
@@ -56,15 +56,6 @@ def test_a_shard_is_described() -> None:
     assert call.kind == MemoryKind.CPU
 
 
-def test_a_0d_shard_is_one_row() -> None:
-    call = _concat(torch.tensor(5.0))
-    assert call.problem is None
-    assert call.x is not None
-    assert call.x.shape == (1,)
-    assert call.extent == 1
-    assert call.tensor == (torch.float32, 0, (-1,)), "0-d and 1-d shards do not mix"
-
-
 @pytest.mark.parametrize("dim", [1, -1, np.int64(1), Index(1), torch.tensor(1).item()])
 def test_what_counts_as_an_integer(dim: Any) -> None:
     assert _concat(torch.zeros(2, 3), dim).dim == 1
@@ -76,26 +67,48 @@ def test_what_counts_as_an_integer(dim: Any) -> None:
 def test_what_is_no_integer(value: Any) -> None:
     """It becomes the call's problem, so that the other ranks hear of it; nothing is raised here alone."""
     assert "dim must be an int" in str(_concat(torch.zeros(2, 3), value).problem)
-    if value is not None:
-        assert "root must be an int" in str(_gather(root=value).problem)
+    assert "root must be an int" in str(_gather(root=value).problem)
     assert "root must be an int" in str(_split(torch.zeros(2, 3), root=value).problem)
 
 
-def test_gather_needs_a_root() -> None:
-    """None is split's word for a tensor that all ranks hold; gather has no such meaning for it."""
-    assert "root must be an int, got NoneType None" in str(_gather(root=None).problem)
+@pytest.mark.parametrize(
+    ("x", "told"),
+    [
+        (torch.eye(2).to_sparse(), "got layout torch.sparse_coo"),
+        (torch.eye(2).to_sparse_csr(), "got layout torch.sparse_csr"),
+        (torch.eye(2).to_mkldnn(), "got layout torch._mkldnn"),
+        (torch.nested.nested_tensor([torch.zeros(2)]), "x must be a dense tensor"),
+        (torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8), "got layout torch.strided (quantized)"),
+    ],
+    ids=["sparse", "sparse rows", "for MKL-DNN", "nested", "quantized"],
+)
+def test_what_is_not_dense(x: torch.Tensor, told: str) -> None:
+    assert told in str(_concat(x).problem)
+    assert told in str(_split(x).problem)
+
+
+@pytest.mark.parametrize("dim", [2, -3])
+def test_what_is_no_dim(dim: int) -> None:
+    assert f"dim is {dim}, expected -2 to 1 for a tensor of 2 dims" in str(_concat(torch.zeros(2, 3), dim).problem)
+
+
+@pytest.mark.parametrize(
+    ("counts", "told"),
+    [
+        ([1, 1, 1, 1], "entries, expected one for each of"),
+        ([-1, 3], "counts has a negative entry: [-1"),
+        ([1.0, 1.0], "counts must be integers"),
+        (2, "counts must be integers"),
+    ],
+    ids=str,
+)
+def test_counts_that_do_not_fit(counts: Any, told: str) -> None:
+    assert told in str(_split(torch.zeros(2, 3), counts=counts).problem)
 
 
 @pytest.mark.parametrize("route", ["tcp", "", None, 3, ["mpi"], np.array(["mpi", "gloo"]), torch.zeros(2)])
 def test_what_is_no_route(route: Any) -> None:
     assert "expected one of auto, nccl, gloo, mpi" in str(_concat(torch.zeros(2), route=route).problem)
-
-
-def test_a_conjugate_travels_by_its_values() -> None:
-    x = torch.tensor([1 + 2j]).conj()
-    call = _concat(x)
-    assert call.x is not None
-    assert torch.view_as_real(call.x).tolist() == [[1, -2]]
 
 
 @pytest.mark.parametrize("out", [torch.empty(4, dtype=torch.complex64).conj(), torch.empty(4).neg()._neg_view()])
@@ -159,11 +172,6 @@ def test_counts_of_any_kind_of_integer_are_the_same_counts() -> None:
     x = torch.zeros(2, 3)
     for counts in ([1, 1], (1, 1), [True, True], np.array([1, 1]), torch.tensor([1, 1]), [Index(1), np.int8(1)]):
         assert repr(_split(x, counts=counts).counts) == "(1, 1)"
-
-
-def test_show_shape() -> None:
-    assert show_shape((3, -1, 4)) == "(3, *, 4)"
-    assert show_shape((-1,)) == "(*,)"
 
 
 def test_a_communicator_in_the_place_of_dim_is_told_its_keyword() -> None:
