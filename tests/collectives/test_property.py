@@ -12,20 +12,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
-import struct
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
-from math import isnan
 from typing import Any, NoReturn
 
 import hypothesis
 import numpy as np
 import pytest
 import torch
-from cases import STRIDES, copy_of, part, same_bits, whole_of
+from cases import STRIDES, copy_of, differs, fields, part, same_bits, shown, whole_of
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 from settings import ALL
@@ -47,7 +45,7 @@ from strategies import (
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist.comm import mpi
+from hpcdist.comm import matching, mpi
 from hpcdist.layout import limits as sizes
 from hpcdist.process import abort
 from hpcdist.tensors import message as packing
@@ -100,7 +98,7 @@ def _uncaptured(config: pytest.Config) -> Iterator[str]:
 
 
 LIMITS = [
-    *((packing, "SMALL", 128), (mpi, "LIMIT", 48), (sizes, "PIECE", 96)),
+    *((packing, "SMALL", 128), (mpi, "LIMIT", 48), (sizes, "PIECE", 96), (matching, "INLINE", 100)),
 ]
 """The numbers of bytes from which something goes another way, and those with which tiny tensors take it, too."""
 
@@ -192,46 +190,7 @@ def _waited(result: Any, async_op: bool) -> Any:
     return result.wait(SECONDS) if async_op else result
 
 
-# --- what is the same ------------------------------------------------------------------------------------------------
-
-
-def _shown(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) < 400 else f"{text[:300]} ... {text[-100:]}"
-
-
-def _differs(got: Any, want: Any, where: str = "result") -> str | None:
-    """How a structure is not the one that is wanted: in types, bits and the order of keys."""
-    if type(got) is not type(want):
-        return f"{where} is {_shown(got)}, expected {_shown(want)}"
-    pairs: list[tuple[str, Any, Any]] = []
-    if isinstance(want, Tensor):
-        same = same_bits(got, want) and got.is_contiguous() and not got.is_conj() and not got.is_neg()
-    elif isinstance(want, (np.ndarray, np.generic)):
-        same = (got.dtype, got.shape, got.tobytes()) == (want.dtype, want.shape, want.tobytes())
-    elif isinstance(want, (list, tuple)):
-        same = len(got) == len(want)
-        pairs = [(f"{where}[{i}]", *both) for i, both in enumerate(zip(got, want, strict=False))]
-    elif isinstance(want, dict):
-        same = list(map(repr, got)) == list(map(repr, want))
-        pairs = [(f"{where}[{key!r}]", got.get(key), value) for key, value in want.items()]
-    elif dataclasses.is_dataclass(want):
-        same = True
-        pairs = [(f"{where}.{name}", getattr(got, name, None), value) for name, value in _fields(want)]
-    elif isinstance(want, complex):
-        same = True
-        pairs = [(f"{where}.real", got.real, want.real), (f"{where}.imag", got.imag, want.imag)]
-    elif isinstance(want, float):
-        same = (isnan(got) and isnan(want)) or struct.pack("d", got) == struct.pack("d", want)
-    else:
-        same = got == want
-    if not same:
-        return f"{where} is {_shown(got)}, expected {_shown(want)}"
-    return next((found for pair in pairs if (found := _differs(pair[1], pair[2], pair[0]))), None)
-
-
-def _fields(value: Any) -> list[tuple[str, Any]]:
-    return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+# --- what structures are ---------------------------------------------------------------------------------------------
 
 
 def _with(value: Any, parts: Sequence[Any]) -> Any:
@@ -241,7 +200,7 @@ def _with(value: Any, parts: Sequence[Any]) -> Any:
     if isinstance(value, dict):
         return type(value)(zip(value, parts, strict=True))
     same = copy.copy(value)
-    for (name, _), item in zip(_fields(value), parts, strict=True):
+    for (name, _), item in zip(fields(value), parts, strict=True):
         object.__setattr__(same, name, item)
     return same
 
@@ -252,7 +211,7 @@ def _parts(value: Any) -> list[Any] | None:
         return list(value)
     if isinstance(value, dict):
         return list(value.values())
-    return [item for _, item in _fields(value)] if dataclasses.is_dataclass(value) else None
+    return [item for _, item in fields(value)] if dataclasses.is_dataclass(value) else None
 
 
 def _arrived(value: Any) -> Any:
@@ -280,7 +239,7 @@ class _Out:
 
     def problem(self, result: Any, expected: Tensor, x: Tensor | None) -> str | None:
         if not isinstance(result, Tensor) or not same_bits(result, expected):
-            return f"the result is {_shown(result)}, expected {_shown(expected)}"
+            return f"the result is {shown(result)}, expected {shown(expected)}"
         if self.base is None:
             if not result.is_contiguous() or (x is not None and _shares(result, x)):
                 return "the result is not contiguous, or not memory of its own"
@@ -288,8 +247,8 @@ class _Out:
             base, view = memory(*self.arguments)
             copyable(view).copy_(copyable(expected))
             if result is not self.view or not same_bits(self.base, base):
-                shown = f"{_shown(self.base)}, expected {_shown(base)}"
-                return f"the result is not out, or memory around it was written: {shown}"
+                text = f"{shown(self.base)}, expected {shown(base)}"
+                return f"the result is not out, or memory around it was written: {text}"
         return None
 
 
@@ -354,7 +313,7 @@ def _split(world: hd.World, case: Transfer) -> str | None:
     if root is None:  # a view
         same = isinstance(result, Tensor) and same_bits(result, expected)
         if not same or (expected.numel() and not _shares(result, whole)):
-            return f"the result is {_shown(result)}, expected {_shown(expected)}, a view"
+            return f"the result is {shown(result)}, expected {shown(expected)}, a view"
         return None
     return out.problem(result, expected, whole)
 
@@ -470,14 +429,14 @@ def _structured(world: hd.World, case: Structured) -> str | None:
         result = _waited(hd.gather(x, case.dim, root, **options), case.async_op)
     else:
         result = _waited(hd.split(x, case.dim, root, case.counts, **options), case.async_op)
-    changed = _differs(_arrived(x), _arrived(made(tree)), "x afterwards")
+    changed = differs(_arrived(x), _arrived(made(tree)), "x afterwards")
     if changed is not None:
         return changed
     if case.verb == "split":
-        return _differs(result, _cut(made(whole), case.dim, case.counts, size, rank))
+        return differs(result, _cut(made(whole), case.dim, case.counts, size, rank))
     if case.verb == "gather" and rank != root:
         return None if result is None else f"the result is {result!r}, expected None"
-    return _differs(result, _merged(list(map(made, case.trees)), case.dim))
+    return differs(result, _merged(list(map(made, case.trees)), case.dim))
 
 
 # --- send, recv ------------------------------------------------------------------------------------------------------
@@ -511,7 +470,7 @@ def _ring(world: hd.World, case: Ring) -> str | None:
         except Exception as error:
             problem = problem or f"irecv of message {message}: {error!r}"
         else:
-            wrong = _differs(value, _arrived(made(case.trees[message][source])), f"message {message}")
+            wrong = differs(value, _arrived(made(case.trees[message][source])), f"message {message}")
             problem = problem or wrong or (None if giver == source else f"message {message} comes from {giver}")
     for handle in sent:
         handle.wait(SECONDS)

@@ -5,9 +5,12 @@ Every value encodes its index in the whole, so that no two places can be confuse
 
 from __future__ import annotations
 
+import dataclasses
+import struct
 from collections.abc import Callable, Iterator, Mapping
-from math import prod
+from math import isnan, prod
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -28,11 +31,14 @@ __all__ = [
     "Index",
     "assert_refused",
     "copy_of",
+    "differs",
     "extents_of",
+    "fields",
     "load",
     "part",
     "same_bits",
     "seal",
+    "shown",
     "starts",
     "strides_for",
     "whole_of",
@@ -80,6 +86,45 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
 def _bits(x: Tensor) -> Tensor:
     copy = copyable(x.detach().resolve_conj().resolve_neg()).clone(memory_format=torch.contiguous_format)
     return copy.view(-1).view(torch.uint8)  # of a copy: a contiguous tensor of one element may have any stride
+
+
+def shown(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) < 400 else f"{text[:300]} ... {text[-100:]}"
+
+
+def differs(got: Any, want: Any, where: str = "result") -> str | None:
+    """How a structure is not the one that is wanted: in types, bits and the order of keys."""
+    if type(got) is not type(want):
+        return f"{where} is {shown(got)}, expected {shown(want)}"
+    pairs: list[tuple[str, Any, Any]] = []
+    if isinstance(want, Tensor):
+        same = same_bits(got, want) and got.is_contiguous() and not got.is_conj() and not got.is_neg()
+    elif isinstance(want, (np.ndarray, np.generic)):
+        same = (got.dtype, got.shape, got.tobytes()) == (want.dtype, want.shape, want.tobytes())
+    elif isinstance(want, (list, tuple)):
+        same = len(got) == len(want)
+        pairs = [(f"{where}[{i}]", *both) for i, both in enumerate(zip(got, want, strict=False))]
+    elif isinstance(want, dict):
+        same = list(map(repr, got)) == list(map(repr, want))
+        pairs = [(f"{where}[{key!r}]", got.get(key), value) for key, value in want.items()]
+    elif dataclasses.is_dataclass(want):
+        same = True
+        pairs = [(f"{where}.{name}", getattr(got, name, None), value) for name, value in fields(want)]
+    elif isinstance(want, complex):
+        same = True
+        pairs = [(f"{where}.real", got.real, want.real), (f"{where}.imag", got.imag, want.imag)]
+    elif isinstance(want, float):
+        same = (isnan(got) and isnan(want)) or struct.pack("d", got) == struct.pack("d", want)
+    else:
+        same = got == want
+    if not same:
+        return f"{where} is {shown(got)}, expected {shown(want)}"
+    return next((found for pair in pairs if (found := differs(pair[1], pair[2], pair[0]))), None)
+
+
+def fields(value: Any) -> list[tuple[str, Any]]:
+    return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
 
 
 EXTENTS: dict[str, Callable[[int], tuple[int, ...]]] = {

@@ -12,12 +12,14 @@ import torch
 from cases import DTYPES, EXTENTS, STRIDES, copy_of, extents_of, part, same_bits, strides_for, whole_of
 from collective import Findings, assert_on_all_ranks, change_settings, raises_on_all_ranks
 from mpi4py import MPI
+from torch import Tensor
 
 import hpcdist as hd
 from hpcdist.comm import tuning
 from hpcdist.comm.team import Team
 from hpcdist.layout import limits
 from hpcdist.routes import window
+from hpcdist.tensors import shared_memory
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
 
@@ -86,32 +88,26 @@ def test_every_result_is_that_of_plain_indexing(world: hd.World, comm: MPI.Intra
 
 @pytest.mark.usefixtures("small")
 def test_structures_come_through_the_windows(world: hd.World, comm: MPI.Intracomm) -> None:
-    whole = whole_of((comm.size * 5000,), torch.float64)
-    mine = whole.view(comm.size, -1)[comm.rank]
-    got = hd.concat({"x": mine, "list": [mine] * (comm.rank % 2)}, group=comm)
-    odd = whole.view(comm.size, -1)[1::2]
-    good = same_bits(got["x"], whole) and all(same_bits(a, b) for a, b in zip(got["list"], odd, strict=True))
+    shards = whole_of((comm.size, 5000), torch.float64)
+    got = hd.concat({"x": shards[comm.rank], "list": [shards[comm.rank]] * (comm.rank % 2)}, group=comm)
+    good = same_bits(got["x"], shards.view(-1)) and all(map(same_bits, got["list"], shards[1::2]))
     assert_on_all_ranks(world.comm, good and len(got["list"]) == comm.size // 2)
 
 
-def test_only_where_ranks_share_what_comes_over_a_wire(world: hd.World, comm: MPI.Intracomm) -> None:
-    nodes = _team(world, comm).topology.nodes
-    assert_on_all_ranks(world.comm, window.helps(_team(world, comm)) == (1 < len(nodes) < comm.size), nodes)
-
-
 def test_each_byte_crosses_a_wire_once(world: hd.World, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted where the messages are handed to MPI; shared and private results, and all local ranks take part."""
-    received = []
-    real = window.MPI_ROUTE.start
+    """Where ranks share what comes over a wire. Counted where the messages are handed to MPI; shared and private
+    results, and all local ranks take part."""
+    received, real, team = [], window.MPI_ROUTE.start, _team(world, comm)
+    helps, nodes = window.helps(team), team.topology.nodes
+    assert_on_all_ranks(world.comm, helps == (1 < len(nodes) < comm.size), nodes)
+    if not helps:
+        return
 
-    def spy(team: Team, sends: list[tuple[int, torch.Tensor]], recvs: list[tuple[int, torch.Tensor]]) -> object:
+    def spy(self: object, team: Team, sends: list[tuple[int, Tensor]], recvs: list[tuple[int, Tensor]]) -> object:
         received.append(sum(view.nbytes for _, view in recvs))
         return real(team, sends, recvs)
 
-    team = _team(world, comm)
-    if not window.helps(team):
-        return
-    monkeypatch.setattr(type(window.MPI_ROUTE), "start", lambda self, *args: spy(*args))
+    monkeypatch.setattr(type(window.MPI_ROUTE), "start", spy)
     shard = torch.full((4 * LARGE,), float(comm.rank))
     others = (comm.size - len(team.topology.local_ranks)) * shard.nbytes
     for shared in (True, False):
@@ -121,13 +117,13 @@ def test_each_byte_crosses_a_wire_once(world: hd.World, comm: MPI.Intracomm, mon
         assert_on_all_ranks(world.comm, sum(parts) == others and max(parts) <= 1.1 * min(parts), parts)
 
 
-def _shared(world: hd.World, value: int, group: MPI.Intracomm | None = None) -> torch.Tensor:
+def _shared(world: hd.World, value: int, group: MPI.Intracomm | None = None) -> Tensor:
     whole = hd.concat(torch.full((LARGE,), float(world.rank + value)), shared=True, group=group)
     assert _team(world, group).unshared is None, _team(world, group).unshared
     return whole
 
 
-def _good(world: hd.World, whole: torch.Tensor, value: int) -> bool:
+def _good(world: hd.World, whole: Tensor, value: int) -> bool:
     expected = torch.arange(value, value + world.world_size, dtype=torch.float32).repeat_interleave(LARGE)
     return torch.equal(whole, expected)
 
@@ -170,8 +166,6 @@ def test_what_a_rank_writes_in_place_no_other_rank_sees(
     world: hd.World, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does it see that itself in a later result; whatever the kernel tells of a process's own pages."""
-    from hpcdist.tensors import shared_memory
-
     if kernel == "closed":
         monkeypatch.setattr(shared_memory, "_PAGEMAP", "/nowhere")
     findings = Findings(world.comm)
