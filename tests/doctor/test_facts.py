@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -40,23 +39,18 @@ VERSION_2 = (
 )
 
 
-@pytest.mark.parametrize("version", [VERSION_1, VERSION_2])
+@pytest.mark.parametrize(("own", "contents", "limited"), [VERSION_1, VERSION_2])
 def test_limits_of_control_groups(
-    version: tuple[str, dict[str, str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own: str, contents: dict[str, str], limited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of the process's own groups and of the groups above; "max" is none."""
-    own, contents, limited = version
-    (tmp_path / "cgroup").write_text(own)
-    for name, text in contents.items():
-        path = tmp_path / "fs" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    make(tmp_path, {"cgroup": own} | {f"fs/{name}": text for name, text in contents.items()})
     monkeypatch.setattr(host_memory, "OWN", tmp_path / "cgroup")
     monkeypatch.setattr(host_memory, "ROOT", tmp_path / "fs")
     folder = tmp_path / "fs" / limited
     assert (folder, 2**32) in host_memory.groups()
-    host = host_memory.capacity()[1]
-    assert host_memory.capacity()[0] == min(host, 2**32)
+    least, host = host_memory.capacity()
+    assert least == min(host, 2**32)
     memory = examine.before_mpi(str(tmp_path))["memory"]
     assert (memory["group"], memory["limit"], memory["group_id"]) == (str(folder), 2**32, folder.stat().st_ino)
 
@@ -74,11 +68,7 @@ MOUNTS = [
 def test_the_mount_of_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """That with the longest name, and the last of several in one place."""
     monkeypatch.setattr(psutil, "disk_partitions", lambda all=False: MOUNTS if all else MOUNTS[:1])
-    assert examine.mount_of("/scratch/me") == {
-        "point": "/scratch",
-        "type": "lustre",
-        "network": True,
-    }
+    assert examine.mount_of("/scratch/me") == {"point": "/scratch", "type": "lustre", "network": True}
     networks = [(examine.mount_of(folder) or {})["network"] for folder in ("/scratchy", "/sshfs/a", "/image/b")]
     assert networks == [False, True, False]
 
@@ -90,11 +80,15 @@ def test_cores_as_psutil_lists_them() -> None:
         assert len(found["physical"]) == psutil.cpu_count(logical=False)
 
 
-def system(root: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A made-up /sys and /dev of these files."""
+def make(root: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(f"{text}\n")
+        (root / name).write_text(text)
+
+
+def system(root: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A made-up /sys and /dev of these files."""
+    make(root, {name: f"{text}\n" for name, text in files.items()})
     monkeypatch.setattr(examine, "_SYS", root / "sys")
     monkeypatch.setattr(examine, "_DEV", root / "dev")
 
@@ -102,12 +96,8 @@ def system(root: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -
 def test_infiniband_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {}
     for port, state in (("1", "4: ACTIVE"), ("2", "1: DOWN")):
-        folder = f"sys/class/infiniband/mlx5_0/ports/{port}"
-        files |= {
-            f"{folder}/state": state,
-            f"{folder}/rate": "200 Gb/sec (4X HDR)",
-            f"{folder}/link_layer": "InfiniBand",
-        }
+        found = {"state": state, "rate": "200 Gb/sec (4X HDR)", "link_layer": "InfiniBand"}
+        files |= {f"sys/class/infiniband/mlx5_0/ports/{port}/{name}": text for name, text in found.items()}
     system(tmp_path, files, monkeypatch)
     assert [tuple(port.values()) for port in examine.network()["rdma"]["ports"]] == [
         ("mlx5_0", "1", "ACTIVE", 200.0, "InfiniBand"),
@@ -116,31 +106,27 @@ def test_infiniband_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_gpus_of_amd_and_intel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a display adapter of another maker, nor a machine without any."""
+    """Not a display adapter of another maker."""
     assert isinstance(examine.gpus()["gpu"]["others"], list)
-    files = {"dev/kfd": "", "dev/dri/card0": "", "dev/null": ""}
+    files = dict.fromkeys(("dev/kfd", "dev/dri/card0", "dev/null"), "")
     for number, vendor in ((128, "0x1002"), (129, "0x8086"), (130, "0x1a03")):
         files |= {f"dev/dri/renderD{number}": "", f"sys/class/drm/renderD{number}/device/vendor": vendor}
     system(tmp_path, files, monkeypatch)
     dri = tmp_path / "dev" / "dri"
     expected = [f"AMD {tmp_path}/dev/kfd", f"AMD {dri}/renderD128", f"Intel {dri}/renderD129"]
     assert examine.gpus()["gpu"]["others"] == expected
-    shutil.rmtree(tmp_path / "dev")
-    assert examine.gpus()["gpu"]["others"] == []
 
 
 def test_gpus_as_torch_describes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each by host, PCI address and UUID. One of the two on the node may be opened."""
-    system(tmp_path, {"dev/nvidia0": "", "dev/nvidia1": "", "dev/nvidia2": ""}, monkeypatch)
-    (tmp_path / "dev" / "nvidia1").unlink()
+    """Each by host, PCI address and UUID. Two of the three on the node may be opened."""
+    system(tmp_path, {"dev/nvidia0": "", "dev/nvidia2": ""}, monkeypatch)
     (tmp_path / "dev" / "nvidia1").mkdir()  # which cannot be opened
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-
-    def properties(index: int) -> SimpleNamespace:
-        address = {"pci_domain_id": 0, "pci_bus_id": index + 1, "pci_device_id": 0}
-        return SimpleNamespace(name="GPU", total_memory=1, uuid="0000", **address)
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    found = [
+        SimpleNamespace(name="GPU", total_memory=1, uuid="0000", pci_domain_id=0, pci_bus_id=bus, pci_device_id=0)
+        for bus in (1, 2)
+    ]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", found.__getitem__)
     monkeypatch.setattr(accelerator.socket, "gethostname", lambda: "a")
     gpu = examine.gpus()["gpu"]
     assert [found["id"] for found in gpu["gpus"]] == [f"a, PCI 0000:0{i}:00, UUID 0000" for i in (1, 2)]
@@ -166,30 +152,26 @@ def test_no_rank_waits_for_others_in_a_step_of_its_own(
     first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a folder that hangs on one node makes every supervisor run out of time, and rank 0 may be blamed."""
-    limits, called = 0, []
-    alone = ("try_folder", "made", "sees")
+    limits, called = 0, set[str]()
 
-    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def note(place: Any, name: str, limit: float, function: Callable[..., Any]) -> None:
         def call(*args: Any) -> Any:
-            called.append(name)
-            assert limits == (examine.ALONE if name in alone else examine.TOGETHER), name
+            called.add(name)
+            assert limits == limit, name
             return function(*args)
 
-        return call
+        monkeypatch.setattr(place, name, call)
 
-    for name in alone:
-        monkeypatch.setattr(examine, name, noted(name, getattr(examine, name)))
-    made = str(tmp_path / "of rank 0"), b"data"  # what rank 0 tells
-    monkeypatch.setattr(objects, "all_gather_object", noted("gather", lambda comm, x: [x if first else made]))
+    for name in ("try_folder", "made", "sees"):
+        note(examine, name, examine.ALONE, getattr(examine, name))
+    told = str(tmp_path / "of rank 0"), b"data"  # by rank 0
+    note(objects, "all_gather_object", examine.TOGETHER, lambda comm, x: [x if first else told])
     comm: Any = SimpleNamespace(rank=0 if first else 1)
     found: dict[str, Any] = {"rank": comm.rank, "node": comm.rank}
     for _, limits in examine.try_staging(comm, found, str(tmp_path)):  # noqa: B007
         pass
-    assert found["staging"]["folder"] == str(tmp_path)
-    assert found["sees"] is first
-    inner = ["made", "sees"]  # of try_folder, which uses them as well
-    own = ["made"] if first else []
-    assert called == ["try_folder", *inner, *own, "gather", "sees", "gather"]
+    assert (found["staging"]["folder"], found["sees"]) == (str(tmp_path), first)
+    assert called == {"try_folder", "made", "sees", "all_gather_object"}
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from facts import GIB, change, healthy, ill, mount, port, rank
@@ -15,12 +16,23 @@ from hpcdist.runtime.cli import ranks_text
 pytestmark = pytest.mark.once
 
 
-def fix_of(findings: list[Finding], name: str) -> str:
-    return next(finding.fix or "" for finding in findings if finding.name == name)
-
-
 def text_of(findings: list[Finding], name: str) -> str:
     return next(finding.text for finding in findings if finding.name == name)
+
+
+def expect(ranks: list[Facts], name: str = "", text: str = "", fix: str = "", *others: str) -> list[Finding]:
+    """This finding is ill, and is fixed so; beside the `others`, which follow from it, nothing is. Without a name,
+    nothing is ill."""
+    findings = judge(ranks)
+    found = ill(findings)
+    assert {*found} == {*filter(None, (name, *others))}, found
+    assert found.get(name, "").startswith(text), found
+    assert all(fix in finding.fix for finding in findings if finding.fix and finding.name == name)
+    return findings
+
+
+def all_with(facts: list[Facts], **changes: Any) -> list[Facts]:
+    return [{**one, **changes} for one in facts]
 
 
 def test_healthy_facts_of_two_nodes_with_gpus() -> None:
@@ -51,14 +63,7 @@ MADE_UP = {
         "warning: 2 ranks with 64 threads each on 16 cores of b",
         "export OMP_NUM_THREADS=8",
     ),
-    "old torch on a node": (
-        ("versions.torch", "2.6.0", 3),
-        "versions",
-        "broken: Python 3.11.2, torch 2.13.0",
-        "environment",
-    ),
     "no NCCL": (("versions.NCCL", None), "GPUs", "warning: torch without NCCL", "torch built for CUDA"),
-    "NCCL versions": (("versions.NCCL", "2.30.7", 0), "versions", "broken: Python 3.11.2, torch 2.13.0", "git pull"),
     "one GPU for two": (
         ("gpu.gpus", [{"name": "H200", "id": "a, PCI 0000:01:00, UUID GPU-x", "bytes": 1}], 0, 1),
         "GPUs",
@@ -256,136 +261,90 @@ MADE_UP = {
 @pytest.mark.parametrize("case", MADE_UP)
 def test_made_up_facts_are_judged(case: str) -> None:
     """One thing is wrong, and one finding says so."""
-    changed, name, text, fix = MADE_UP[case]
-    findings = judge(change(*changed))
-    found = ill(findings)
-    assert found.get(name, "").startswith(text), found
-    assert fix in next(finding.fix or "" for finding in findings if finding.name == name and finding.verdict != "ok")
-    assert len(found) == 1, found
+    changed, *expected = MADE_UP[case]
+    expect(change(*changed), *expected)
 
 
-def test_nodes_with_unequal_numbers_of_ranks() -> None:
-    found = judge(change("node", 0, 2))
+def test_ranks_and_cores() -> None:
+    """Two ranks on a core that is bound; hardware threads of one core; ranks of a node that are not bound, or all of
+    whose cores' threads are theirs."""
     text = "warning: 4 ranks on 2 nodes: ranks 0-2; rank 3 on b; not the same number on each node"
-    assert ill(found)["world"] == text
-    assert "--ntasks-per-node" in fix_of(found, "world")
-
-
-def test_more_ranks_than_cores() -> None:
-    """Than those that they are bound to, and than the node has."""
-    found = judge(change("cores", [5], 2, 3))
+    expect(change("node", 0, 2), "world", text, "--ntasks-per-node", "threads")
     text = "warning: ranks 2-3 on b share core 5, of the 64 of this machine (ranks 2-3 on b)"
-    assert ill(found)["cores"] == text
-    assert "--bind-to core" in fix_of(found, "cores")
-
-
-def test_ranks_that_share_several_numa_domains() -> None:
-    """The ranks of a node that are not bound; a rank alone, or one domain, is as it should be."""
-    found = judge([{**one, "cores": [*range(64)], "domains": 2} for one in change("cores", [], 0)])
-    assert "warning: 64 for 2 ranks, which are not bound, in 2 NUMA domains" in ill(found)["cores"], ill(found)
-    assert "bind='numa'" in fix_of(found, "cores")
+    expect(change("cores", [5], 2, 3), "cores", text, "--bind-to core")
+    unbound = all_with(change("cores", [], 0), cores=[*range(64)], domains=2)
+    text = "warning: 64 for 2 ranks, which are not bound, in 2 NUMA domains"
+    expect(unbound, "cores", text, "bind='numa'")
+    ranks = healthy()
+    ranks[1].update(cores=[*range(64, 72)], physical=[*range(8)])
+    text = "warning: ranks 0-1 on a are bound to other CPUs, but share physical cores 0-7 (ranks 0-1 on a)"
+    found = expect(ranks, "cores", text, "--hint=nomultithread", "threads")
+    assert text_of(found, "threads").startswith("2 ranks with 8 threads each on 8 cores of a")
+    expect([{**one, "cores": [*one["cores"], *(core + 64 for core in one["cores"])], "cpus": 128} for one in healthy()])
 
 
 def test_worlds_of_one_and_locks_that_are_insisted_on() -> None:
     lonely = rank(0)
     lonely["mpi"].update(size=1, alone="this process is alone")
-    assert ill(judge([lonely]))["launcher"].startswith("broken: 4 worlds of one rank, instead of one of 4")
+    expect([lonely], "launcher", "broken: 4 worlds of one rank, instead of one of 4")
     insists = change("staging.locks", "ENOLCK: No locks available")
     insists[0]["environ"]["HDF5_USE_FILE_LOCKING"] = "TRUE"
-    assert ill(judge(insists))["file locking"].startswith("broken")
+    expect(insists, "file locking", "broken")
     insists[0]["environ"]["HDF5_USE_FILE_LOCKING"] = "FALSE"
-    assert ill(judge(insists)) == {}
+    expect(insists)
 
 
 def test_gpus_that_are_shared_or_only_seem_so() -> None:
     """One GPU is shared if host, PCI address and UUID are the same: drivers leave UUIDs blank, and MIG cuts one GPU."""
     ranks = healthy()
-    for names in (["a, PCI 1, UUID 0", "a, PCI 2, UUID 0"], ["a, PCI 1, UUID 3", "a, PCI 1, UUID 4"]):
+    for names in (("PCI 1, UUID 0", "PCI 2, UUID 0"), ("PCI 1, UUID 3", "PCI 1, UUID 4")):
         for facts in ranks:
-            facts["gpu"]["gpus"] = [{"name": "GPU", "id": names[facts["local_rank"]].replace("a", facts["host"])}]
-        assert ill(judge(ranks)) == {}, names
+            facts["gpu"]["gpus"] = [{"name": "GPU", "id": f"{facts['host']}, {names[facts['local_rank']]}"}]
+        expect(ranks)
 
 
 def test_routes_are_judged() -> None:
-    ranks = healthy()
-    ranks[0]["routes"] = {
+    routes = {
         "nccl": {"absent": "needs a GPU"},
         "gloo": {"error": "connection refused"},
         "mpi": {"seconds": 0.002},
         "hdf5": {"error": "the data received differ from those sent"},
     }
-    for facts in ranks[1:]:
-        facts["routes"] = ranks[0]["routes"]
-    found = judge(ranks)
-    assert {finding.name: finding.verdict for finding in found if finding.section == "routes"} == {
-        "route nccl": "ok", "route gloo": "broken", "route mpi": "ok", "route hdf5": "broken"
-    }  # fmt: skip
+    found = expect(all_with(healthy(), routes=routes), "route gloo", "broken", "", "route hdf5")
+    assert {"route nccl", "route mpi"} <= {finding.name for finding in found}
     assert "2.00 ms,   2097 MB/s" in text_of(found, "route mpi")
-    assert set(ill(found)) == {"route gloo", "route hdf5"}
-
-
-def test_hardware_threads_of_one_core() -> None:
-    ranks = healthy()
-    ranks[1].update(cores=list(range(64, 72)), physical=list(range(8)))
-    found = judge(ranks)
-    text = "warning: ranks 0-1 on a are bound to other CPUs, but share physical cores 0-7"
-    assert ill(found)["cores"] == f"{text} (ranks 0-1 on a)"
-    assert "--hint=nomultithread" in fix_of(found, "cores")
-    assert ill(found)["threads"].startswith("warning: 2 ranks with 8 threads each on 8 cores of a")
-
-
-def test_ranks_with_both_hardware_threads_of_their_cores() -> None:
-    ranks = healthy()
-    for facts in ranks:
-        own = facts["cores"]
-        facts.update(cores=[*own, *(core + 64 for core in own)], cpus=128)
-    assert ill(judge(ranks)) == {}
 
 
 def test_limits_that_do_not_matter() -> None:
     """Locked memory of root, or without InfiniBand; the second port of a card, with no cable on any node."""
-    assert (
-        ill(judge(change("limits", {"locked": 2**16, "locks_freely": True, "files": None, "most_files": None}))) == {}
-    )
-    ranks = change("limits.locked", 2**16)
-    for facts in ranks:
-        facts["rdma"]["ports"] = []
-    assert ill(judge(ranks)) == {}
-    assert ill(judge(change("rdma.ports", [port("mlx5_0"), port("mlx5_1", "DOWN")]))) == {}
-
-
-def per_task(openable: int) -> list[Facts]:
-    """Ranks that see one GPU each."""
-    ranks = healthy()
-    for facts in ranks:
-        facts["gpu"].update(gpus=facts["gpu"]["gpus"][facts["local_rank"] :][:1], openable=openable)
-    return ranks
+    expect(change("limits", {"locked": 2**16, "locks_freely": True, "files": None, "most_files": None}))
+    expect(all_with(change("limits.locked", 2**16), rdma={"ports": []}))
+    expect(change("rdma.ports", [port("mlx5_0"), port("mlx5_1", "DOWN")]))
+    expect([launch({"PMI_RANK": "3"})])  # a process that could not even start MPI
 
 
 def test_one_gpu_a_task() -> None:
     """By a control group, which keeps CUDA from passing memory on; CUDA_VISIBLE_DEVICES does not."""
-    assert ill(judge(per_task(openable=2))) == {}
-    found = judge(per_task(openable=1))
-    text = ill(found)["GPUs of the others"]
-    assert text.startswith("warning: ranks 0-1 on a may use 1 of the 2 GPUs of the node, as with --gpus-per-task")
-    fix = fix_of(found, "GPUs of the others")
-    assert fix.startswith("srun --ntasks-per-node=N --gpus-per-node=N --gpu-bind=none")
+    ranks = healthy()
+    for openable in (2, 1):
+        for facts in ranks:
+            facts["gpu"].update(gpus=[facts["gpu"]["gpus"][-1]], openable=openable)
+            facts["gpu"]["gpus"] = [{"name": "H200", "id": f"{facts['host']}{facts['rank']}"}]
+        if openable == 2:
+            expect(ranks)
+    text = "warning: ranks 0-1 on a may use 1 of the 2 GPUs of the node, as with --gpus-per-task"
+    expect(ranks, "GPUs of the others", text, "srun --ntasks-per-node=N --gpus-per-node=N --gpu-bind=none")
 
 
 def test_nccl_through_sockets_on_slingshot_and_on_ethernet() -> None:
-    ranks = change("nccl_network", "Socket")
-    for facts in ranks:
-        facts["rdma"]["ports"] = []
-    assert ill(judge(ranks)) == {}
+    ranks = all_with(change("nccl_network", "Socket"), rdma={"ports": []})
+    expect(ranks)
     for facts in ranks:
         facts["interfaces"]["hsn0"] = "10.9.0.1"
-    found = judge(ranks)
-    assert ill(found) == {"NCCL network": "warning: NCCL uses Socket between the nodes, though they have hsn0"}
-    assert "NCCL_NET='AWS Libfabric'" in fix_of(found, "NCCL network")
-    found = judge(change("nccl_network", "Plugin", 2, 3))
+    text = "warning: NCCL uses Socket between the nodes, though they have hsn0"
+    expect(ranks, "NCCL network", text, "NCCL_NET='AWS Libfabric'")
     text = "broken: NCCL uses IB (ranks 0-1 on a); NCCL uses Plugin (ranks 2-3 on b)"
-    assert ill(found) == {"NCCL network": text}
-    assert "the same environment" in fix_of(found, "NCCL network")
+    expect(change("nccl_network", "Plugin", 2, 3), "NCCL network", text, "the same environment")
 
 
 def test_every_finding_that_can_be_ill_has_been_so() -> None:
@@ -396,11 +355,6 @@ def test_every_finding_that_can_be_ill_has_been_so() -> None:
     assert names - elsewhere == ill_here
 
 
-def test_facts_that_are_not_there_are_not_judged() -> None:
-    """A process that could not even start MPI, as the doctor's report of its end judges it."""
-    assert ill(judge([launch({"PMI_RANK": "3"})])) == {}
-
-
 def test_ranks_that_have_not_told_are_not_taken_for_absent() -> None:
     """Rank 0 of 8 has its own facts alone if another rank hangs or crashes before it tells its own."""
     local = {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
@@ -408,23 +362,20 @@ def test_ranks_that_have_not_told_are_not_taken_for_absent() -> None:
     first["mpi"]["size"] = 8
     for name in ("pair", "init", "routes", "file", "nccl_network"):  # of later steps
         del first[name]
-    found = judge([first])
-    assert ill(found) == {}
-    texts = {finding.name: finding.text for finding in found}
-    assert texts["launcher"] == "mpirun of Open MPI: OMPI_COMM_WORLD_SIZE=8"
-    assert "world" not in texts
+    found = expect([first])
+    assert text_of(found, "launcher") == "mpirun of Open MPI: OMPI_COMM_WORLD_SIZE=8"
+    assert "world" not in {finding.name for finding in found}
 
 
 def test_one_container_a_rank() -> None:
     """Each shows its own control group by the same path; host and pid may be the same, too."""
-    ranks = healthy()
+    ranks = all_with(healthy(), host="a", pid=1)
     for facts in ranks:
-        facts.update(host="a", pid=1)
         facts["memory"].update(group="/cgroup", group_id=facts["rank"], available=int(1.5 * GIB))
-    assert ill(judge(ranks)) == {}
+    expect(ranks)
     for facts in ranks:
         facts["memory"]["group_id"] = 7
-    assert set(ill(judge(ranks))) == {"memory"}
+    expect(ranks, "memory")
     assert launch({})["id"] != launch({})["id"]
 
 
@@ -466,11 +417,10 @@ def test_the_launcher_and_where_it_has_put_the_ranks() -> None:
     """Two nodes of two ranks for the launcher; containers that hide the ranks of a node from each other."""
     local = [{"OMPI_COMM_WORLD_LOCAL_RANK": str(i % 2), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"} for i in range(4)]
     ranks = [rank(i, node=i // 2, local_rank=i % 2, environ=local[i]) for i in range(4)]
-    found = next(finding for finding in judge(ranks) if finding.name == "launcher")
-    assert (found.name, found.verdict, found.text) == ("launcher", "ok", "mpirun of Open MPI: OMPI_COMM_WORLD_SIZE=4")
+    said = "mpirun of Open MPI: OMPI_COMM_WORLD_SIZE=4"
+    assert text_of(expect(ranks), "launcher") == said
     apart = [rank(i, node=i, local_rank=0, environ=local[i]) for i in range(4)]
     text = "rank 1 is number 1 on its node, but 0 as MPI sees it: a wrong GPU"
     assert ill(judge(apart))["launcher"].endswith(text)
     ranks[3]["environ"].update(SLURM_LOCALID="0", OMPI_COMM_WORLD_LOCAL_RANK="0")
-    text = "rank 3 is number 0 on its node, but 1 as MPI sees it: a wrong GPU"
-    assert ill(judge(ranks)) == {"launcher": f"warning: mpirun of Open MPI: OMPI_COMM_WORLD_SIZE=4; {text}"}
+    expect(ranks, "launcher", f"warning: {said}; rank 3 is number 0 on its node, but 1 as MPI sees it: a wrong GPU")
