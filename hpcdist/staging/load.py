@@ -343,8 +343,8 @@ def _planned(team: Team, verb: str, arguments: Mapping[str, Any]) -> Iterator[_L
         path, name = str(same["path"]), same["name"]
         find = lambda: objects.run_on_root(team.comm, verb, lambda: describe(path).chosen(name))  # noqa: E731
         with open_files(find, lambda sees: objects.run_on_all(team.comm, verb, sees)) as call.files:
-            tensors = call.tensors
-            if name is None:
+            tensors, named = call.tensors, name is not None
+            if not named:
                 name = SINGLE if list(tensors) == [SINGLE] else ""
             same["name"], call.same = call.files.contents.key(name), same
             boxes = list[Box]()
@@ -353,7 +353,8 @@ def _planned(team: Team, verb: str, arguments: Mapping[str, Any]) -> Iterator[_L
             try:
                 nest(dict.fromkeys(tensors), same["name"])
                 dim = same["dim"]
-                if isinstance(dim, dict) and not same["name"] and (odd := sorted(dim.keys() - tensors.keys())):
+                whole = not named or not same["name"]  # else `dim` may also name what is not loaded
+                if whole and isinstance(dim, dict) and (odd := sorted(dim.keys() - tensors.keys())):
                     what = f"dim names {odd[0]!r}, which is not there; it has: {listed(tensors)}"
                     raise refusal(ValueError, "HD408", what)
                 call.wants = {key: _wants(stored, same, boxes, team.size) for key, stored in tensors.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,6 @@ from safetensors.torch import save_file
 import hpcdist as hd
 from hpcdist import staging
 from hpcdist.formats import hdf5
-from hpcdist.staging.drivers import PartFile
-from hpcdist.staging.reader import OpenFiles
 
 pytestmark = pytest.mark.mpi
 
@@ -44,192 +42,90 @@ def one_file(folder: Path, world: hd.World) -> Iterator[None]:
     same(world, staging.load(folder / "x.h5", dim=None)[:3], X)
 
 
-def test_piecewise_with_names_in_another_order(world: hd.World, folder: Path) -> None:
-    names = ["a", "b", "c"] if not last(world) else ["c", "b", "a"]
-    spec = dict.fromkeys(names, ((world.world_size,), torch.int64))
-    with staging.open(folder / "x.h5", "w", spec) as file:
-        for i, name in enumerate("abc"):
-            file.write(name, torch.tensor([10 * world.rank + i]), (world.rank,))
-    got = staging.load(folder / "x.h5", dim=None, verify=True)
-    for i, name in enumerate("abc"):
-        assert_on_all_ranks(world.comm, got[name].tolist() == [10 * r + i for r in range(world.world_size)], got)
-
-
 def test_piecewise_with_a_hole_or_twice_at_one_place(world: hd.World, folder: Path) -> None:
-    n = 2 * world.world_size
-    one = torch.ones(1, dtype=torch.int8)
-    cases = {
-        f"{n} elements were written, expected {n + 1}, each once": (n + 1, lambda rank: [2 * rank, 2 * rank + 1]),
-        f"0 elements were written, expected {n}, each once": (n, lambda rank: []),
-        f"{n + 1} elements were written, expected {n}, each once": (
-            n,
-            lambda rank: [0, 2 * rank, 2 * rank + 1][rank > 0 :],
-        ),
-    }
-    for text, (extent, places) in cases.items():
+    n, own = 2 * world.world_size, [2 * world.rank, 2 * world.rank + 1]
+    for count, extent, places in ((n, n + 1, own), (0, n, []), (n + 1, n, own if world.rank else [0, *own])):
 
-        def write(extent: int = extent, places: Callable[[int], list[int]] = places) -> None:
+        def write(extent: int = extent, places: list[int] = places) -> None:
             with staging.open(folder / "x.h5", "w", {"x": ((extent,), torch.int8)}) as file:
-                for place in places(world.rank):
-                    file.write("x", one, (place,))
+                for place in places:
+                    file.write("x", torch.ones(1, dtype=torch.int8), (place,))
 
-        refused(world, f"x: {text}", write)
+        refused(world, f"x: {count} elements were written, expected {extent}, each once", write)
         holds(world, folder)
 
 
 def test_piecewise_that_raises(world: hd.World, folder: Path) -> None:
     """On all ranks, caught: nothing is left, no descriptor leaks, and the file can be written again."""
     staging.save(folder / "x.h5", X)
-    before = len(os.listdir("/proc/self/fd"))
+    before, open_ = (
+        len(os.listdir("/proc/self/fd")),
+        partial(staging.open, folder / "x.h5", "w", {"x": ((6,), X.dtype)}),
+    )
     for _ in range(3):
-        with (
-            one_file(folder, world),
-            pytest.raises(ZeroDivisionError),
-            staging.open(folder / "x.h5", "w", {"x": ((2,), torch.int8)}) as file,
-        ):
+        with one_file(folder, world), pytest.raises(ZeroDivisionError), open_() as file:
             raise ZeroDivisionError
         with pytest.raises(ValueError, match="the file is closed"):
-            file.write("x", torch.ones(2, dtype=torch.int8), (0,))
+            file.write("x", X[0], (0,))
     assert_on_all_ranks(world.comm, len(os.listdir("/proc/self/fd")) == before)
+
+    def leave_early() -> None:
+        with open_():
+            if last(world):
+                hd.concat(X)
+
     if world.world_size > 1:  # one rank calls something else at the end
         with one_file(folder, world):
-            refused(world, "staging.close()", _leave_early, world, folder)
+            refused(world, "staging.close()", leave_early)
 
 
-def _leave_early(world: hd.World, folder: Path) -> None:
-    with staging.open(folder / "x.h5", "w", {"x": ((2,), torch.int8)}):
-        if last(world):
-            hd.concat(X)
-
-
-def test_arguments_of_open_that_are_wrong_on_one_rank(world: hd.World, folder: Path) -> None:
-    for bad in ({"attrs": 5}, {"window": 0}, {"attrs": {"y": {}}}, {"attrs": {"x": {"torch_dtype": "int8"}}}):
-        kwargs: dict[str, Any] = bad if last(world) else {}
-        refused(
-            world,
-            "",
-            staging.open,
-            folder / "x.h5",
-            "w",
-            {"x": ((2,), torch.int8)},
-            ranks=[world.world_size - 1],
-            **kwargs,
-        )
-    holds(world, folder)
-
-
+@pytest.mark.parametrize("foreign", [False, True])
 def test_a_file_that_is_replaced_while_it_is_opened(
-    world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch
+    foreign: bool, world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Either the old or the new file is read, never one with the other's offsets."""
     module = sys.modules["hpcdist.staging.load"]
-    for foreign in (False, True):
-        for name, value, first in (("old", 1, "a"), ("new", 2, "b")):
-            x = {first: torch.full((50,), -1), "w": torch.full((50,), value)}
-            staging.save(folder / f"{name}.h5", x, {first: 0, "w": None})
-            world.comm.Barrier()
-            if foreign and world.rank == 0:
-                with h5py.File(folder / f"{name}.h5", "r+") as file:
-                    del file["_hpcdist"]
-            world.comm.Barrier()
-        describe = module.describe
-        replaced: list[int] = []
+    for name, value, first in (("old", 1, "a"), ("new", 2, "b")):
+        x = {first: torch.full((50,), -1), "w": torch.full((50,), value)}
+        staging.save(folder / f"{name}.h5", x, {first: 0, "w": None})
+        if foreign and world.rank == 0:
+            with h5py.File(folder / f"{name}.h5", "r+") as file:
+                del file["_hpcdist"]
+    world.comm.Barrier()
+    describe = module.describe
 
-        def late(path: str, inner: Any = describe, done: list[int] = replaced) -> Any:
-            contents = inner(path)
-            if not done:
-                done.append(1)
-                os.replace(folder / "new.h5", folder / "old.h5")
-            return contents
-
-        monkeypatch.setattr(module, "describe", late)
-        got = staging.load(folder / "old.h5", "w", dim=None, verify=False)
+    def late(path: str) -> Any:
+        contents = describe(path)
         monkeypatch.undo()
-        same(world, got, torch.full((50,), 2))
+        os.replace(folder / "new.h5", folder / "old.h5")
+        return contents
 
-
-@pytest.mark.parametrize("writer", WRITERS)
-def test_one_rank_cannot_open_the_file_for_writing(
-    writer: str, world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    staging.save(folder / "x.h5", X)
-    see = PartFile.see
-
-    def failing(self: PartFile) -> None:
-        see(self)
-        if last(world):
-            raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(PartFile, "see", failing)
-    with one_file(folder, world):
-        refused(
-            world,
-            "Too many open files",
-            staging.save,
-            folder / "x.h5",
-            X + 1,
-            ranks=[world.world_size - 1],
-            writer=writer,
-        )
-        monkeypatch.undo()
+    monkeypatch.setattr(module, "describe", late)
+    same(world, staging.load(folder / "old.h5", "w", dim=None, verify=False), torch.full((50,), 2))
 
 
 def test_names_that_cannot_be_in_one_dict(world: hd.World, folder: Path) -> None:
     """Of files of other tools: refused before anything is read, and each can be loaded by its name."""
     for k, names in enumerate((("a", "a/b"), ("a/b", "a"), ("/a", "a"), ("", "x"), ("x//y", "x/"))):
+        path = folder / f"{k}.safetensors"
         if world.rank == 0:
-            save_file({name: torch.full((2,), i) for i, name in enumerate(names)}, folder / f"{k}.safetensors")
+            save_file({name: torch.full((2,), i) for i, name in enumerate(names)}, path)
         world.comm.Barrier()
-        refused(world, "cannot both be in one nested dict", staging.load, folder / f"{k}.safetensors", ranks=None)
+        refused(world, "cannot both be in one nested dict", staging.load, path)
         for i, name in enumerate(names):
             if name:
-                same(world, staging.load(folder / f"{k}.safetensors", name, dim=None), torch.full((2,), i))
-
-
-def test_a_dim_of_a_tensor_that_is_not_there(world: hd.World, folder: Path) -> None:
-    staging.save(folder / "x.h5", {"m/w": X})
-    refused(world, "dim names 'm.w', which is not there", staging.load, folder / "x.h5", dim={"m.w": None}, ranks=None)
-
-
-def test_a_file_that_cannot_be_opened_is_not_tried_for_ever(
-    world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    staging.save(folder / "x.h5", X)
-    monkeypatch.setattr(OpenFiles, "fd", Mock(side_effect=hd.FileError("HD402", "x.h5: cannot be read")))
-    with pytest.raises(hd.FileError, match="cannot be read"):
-        staging.open(folder / "x.h5")
+                same(world, staging.load(path, name, dim=None), torch.full((2,), i))
 
 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_progress_that_raises(writer: str, world: hd.World, folder: Path) -> None:
     staging.save(folder / "x.h5", X)
-
-    def raising(nbytes: int) -> None:
-        if last(world):
-            raise ZeroDivisionError("no such luck")
-
+    raising = Mock(side_effect=ZeroDivisionError("no such luck") if last(world) else None)
     for dim in (0, 1):
-        options: dict[str, Any] = {"dim": dim, "progress": raising, "window": 16}
-        save = partial(staging.save, folder / "x.h5", X + 1, writer=writer, **options)
+        options: dict[str, Any] = {"dim": dim, "progress": raising, "window": 16, "writer": writer}
         with one_file(folder, world):
-            refused(world, "progress raised ZeroDivisionError: no such luck", save)
-        refused(world, "no such luck", staging.load, folder / "x.h5", **options)
-
-
-def test_pieces_that_are_damaged(world: hd.World, folder: Path) -> None:
-    """Found where a whole piece is read, unless nothing is to be verified."""
-    x = torch.arange(600).view(20, 30)
-    staging.save(folder / "x.h5", x, window=400 * world.world_size)
-    same(world, staging.load(folder / "x.h5", dim=None)[:20], x)
-    if world.rank == 0:
-        with h5py.File(folder / "x.h5", "r+") as file:
-            file["data"][0, 4] = 99  # a piece has a row or more
-    world.comm.Barrier()
-    for verify in (None, True):
-        refused(world, "data: piece 0 is damaged", staging.load, folder / "x.h5", dim=None, verify=verify)
-    assert_on_all_ranks(world.comm, staging.load(folder / "x.h5", dim=None, verify=False)[0, 4] == 99)
-    with staging.open(folder / "x.h5") as file:
-        same(world, file.read("data", (0, 5), (1, 1)), x[0:1, 5:6], "a part of a piece")
+            text = "progress raised ZeroDivisionError: no such luck"
+            refused(world, text, staging.save, folder / "x.h5", X + 1, **options)
 
 
 @pytest.mark.parametrize("path", ["x.h5", "x.safetensors", "piecewise"])
@@ -240,19 +136,21 @@ def test_what_is_lost_with_the_power(
     stands for it, nor do the tables that make the file complete."""
     steps: list[tuple[float, int, str]] = []  # when, the rank, what
 
-    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def note(place: Any, name: str) -> None:
+        inner = getattr(place, name)
+
         def noted(*args: Any, **kwargs: Any) -> Any:
-            result = call(*args, **kwargs)
+            result = inner(*args, **kwargs)
             about = os.readlink(f"/proc/self/fd/{args[0]}") if name in ("pwrite", "fsync") else str(args[0])
-            if about.endswith(".part") or name == "mark":
+            if about.endswith(".part") or name == "complete":
                 steps.append((time.monotonic(), world.rank, name))
             return result
 
-        return noted
+        monkeypatch.setattr(place, name, noted)
 
     for name in ("pwrite", "fsync", "replace"):
-        monkeypatch.setattr(os, name, noting(name, getattr(os, name)))
-    monkeypatch.setattr(hdf5._HDF5, "complete", noting("mark", hdf5._HDF5.complete))
+        note(os, name)
+    note(hdf5._HDF5, "complete")
     x = torch.arange(60_000).view(2000, 30)
     if path == "piecewise":
         with staging.open(folder / path, "w", {"x": ((2000 * world.world_size, 30), x.dtype)}) as file:
@@ -260,42 +158,35 @@ def test_what_is_lost_with_the_power(
     else:
         staging.save(folder / path, x, writer="posix", window=50_000)
     monkeypatch.undo()
-    all_ = sorted(step for rank in world.comm.allgather(steps) for step in rank)
-    dirty: set[int] = set()  # ranks with data that may be lost
-    lost = {}  # when the tables were written, and when the file got its name
-    for _, rank, what in all_:
-        if what == "fsync":
+    every = sorted(step for of_rank in world.comm.allgather(steps) for step in of_rank)
+    dirty, lost = set[int](), dict[str, set[int]]()  # ranks with data that may be lost: now; when the file got its name
+    for _, rank, done in every:
+        if done == "fsync":
             dirty.discard(rank)
-        elif what in ("mark", "replace"):
-            lost[what] = set(dirty)
-        if what in ("mark", "pwrite"):
+        elif done != "pwrite":  # or the tables were written
+            lost[done] = set(dirty)
+        if done in ("complete", "pwrite"):
             dirty.add(rank)
-    findings.check(all_[-1][2] == "replace" and "pwrite" in {what for *_, what in all_}, all_[-5:])
-    findings.check(set(lost) == ({"replace"} if path == "x.safetensors" else {"mark", "replace"}), lost)
+    findings.check(every[-1][2] == "replace" and "pwrite" in {done for *_, done in every}, every[-5:])
+    findings.check(set(lost) == {"replace", *["complete"] * (path != "x.safetensors")}, lost)
     findings.check(not any(lost.values()), f"ranks whose data were not synced: {lost}")
 
 
 def test_a_file_that_is_replaced_while_it_is_read(world: hd.World, findings: Findings, folder: Path) -> None:
     """By the next checkpoint, say: what is open is read to its end, and no part of the new one."""
-    x = torch.zeros(40, 10)
-    save = partial(staging.save, folder / "x.h5")
-    save(x)
-    n = 40 * world.world_size
-    with staging.open(folder / "x.h5") as file:
+    path, x, n = folder / "x.h5", torch.zeros(40, 10), 40 * world.world_size
+    staging.save(path, x)
+    with staging.open(path) as file:
         findings.check(not file.read("data", (0, 0), (n // 2, 10)).any(), "the first half")
-        save(x + 1)
+        staging.save(path, x + 1)
         findings.check(not file.read("data", (n // 2, 0), (n - n // 2, 10)).any(), "the second half")
-    world.comm.Barrier()
-    replaced: list[int] = []
 
     def replace(nbytes: int) -> None:
-        if not replaced and world.rank == 0:
-            os.rename(folder / "new.h5", folder / "x.h5")
-        replaced.append(nbytes)
+        if world.rank == 0 and (folder / "new.h5").exists():
+            os.rename(folder / "new.h5", path)
 
     staging.save(folder / "new.h5", x)
-    got = staging.load(folder / "x.h5", dim=None, window=400, progress=replace)
-    findings.check(bool((got == 1).all()), got)
+    findings.check(staging.load(path, dim=None, window=400, progress=replace).eq(1).all(), "the file of the call")
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -316,9 +207,7 @@ def test_a_write_that_fails(again: bool, world: hd.World, folder: Path, monkeypa
 
     if again:
         close()
-        same(world, staging.load(folder / "x.h5", dim=None)["x"], torch.arange(n).expand(100, n))
+        same(world, staging.load(folder / "x.h5", "x", dim=None), torch.arange(n).expand(100, n))
     else:
-        refused(
-            world, f"{100 * (n - 1)} elements were written, expected {100 * n}, each once", close, ranks=list(range(n))
-        )
+        refused(world, f"{100 * (n - 1)} elements were written, expected {100 * n}, each once", close, ranks=range(n))
         holds(world, folder)
