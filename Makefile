@@ -46,7 +46,6 @@ docs:
 bench:
 	@.ci/environment mpich test
 	@.ci/environment openmpi test
-	.venv/mpich/bin/pip install -q -c .ci/constraints.txt matplotlib
 	.venv/mpich/bin/python benchmarks/all.py
 
 release:

@@ -7,7 +7,6 @@ Run it in the environment whose mpi4py and mpirun you want to measure.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import shlex
 import shutil
@@ -35,6 +34,7 @@ RANKS = {
     "ranks": (1, 2, 4, 8),
     "resident": (2,),
 }
+SHARDS = ("concat", "gather", "split", "ranks")  # of shards.py
 # Options with --quick: about ten minutes in all; what a contender cannot do five times in its share is skipped.
 _QUICK = "--rounds 10 --budget 4 --seconds"
 QUICK = {
@@ -117,7 +117,8 @@ def main() -> int:
     runs = sorted((world_size, verb) for verb in asked.verbs for world_size in asked.np or RANKS[verb])
     with tqdm(runs, unit="run", disable=None) as bar:
         for world_size, verb in bar:
-            command = [*asked.mpirun, "-n", str(world_size), asked.python, str(HERE / f"{verb}.py")]
+            script = ["shards.py", verb] if verb in SHARDS else [f"{verb}.py"]
+            command = [*asked.mpirun, "-n", str(world_size), asked.python, str(HERE / script[0]), *script[1:]]
             command += ["--json", str(asked.folder), *(QUICK[verb].split() if asked.quick else ())]
             command += others if verb != "resident" else ()
             bar.set_postfix_str(f"{verb}, np {world_size}")
@@ -126,10 +127,7 @@ def main() -> int:
             if problem:
                 failed.append(f"{verb}, np {world_size}: {problem}")
     print(f"{len(runs)} runs in {time.monotonic() - start:.0f} s")
-    scripts = ["plot.py", "report.py"] if importlib.util.find_spec("matplotlib") else ["report.py"]
-    if len(scripts) == 1:
-        print("no plots: matplotlib is not installed here; run benchmarks/plot.py with a Python that has it")
-    for script in scripts:
+    for script in ("plot.py", "report.py"):
         problem = launch([sys.executable, str(HERE / script), str(asked.folder)], dict(os.environ), 300)
         if problem:
             failed.append(f"{script}: {problem}")

@@ -24,22 +24,21 @@ import results
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint_tables import (
-    CONSOLIDATED,
+from harness import Step
+from mpi4py import MPI
+from report import table
+from results import (
+    DCP_CONSOLIDATED,
+    DCP_FOLDER,
+    DCP_READER,
+    DCP_WRITER,
     ELSEWHERE,
-    FOLDER,
-    GATHERED,
     LOAD,
     LOAD_H5,
-    READER,
     SAVE,
     SAVE_H5,
     SAVE_SAFETENSORS,
-    WRITER,
 )
-from harness import Step
-from mpi4py import MPI
-from tables import table
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -206,16 +205,16 @@ def _back_from_parts(pattern: str, case: Case) -> State:
 
 
 _LOADS = [
-    Contender(FOLDER, load_folder),
-    Contender(READER, load_h5),
+    Contender(DCP_FOLDER, load_folder),
+    Contender(DCP_READER, load_h5),
     Contender(LOAD_H5, load_by_hpcdist),
 ]
 CONTENDERS = {
     SAVE: [
-        Contender(FOLDER, _checked(save_folder, load_folder)),
-        Contender(WRITER, _checked(save_h5, partial(_back, "x.h5"))),
-        Contender(CONSOLIDATED, _checked(save_consolidated, partial(_back_from_parts, "hf/*.safetensors"))),
-        Contender(GATHERED, _checked(save_on_root, _back_from_torch)),
+        Contender(DCP_FOLDER, _checked(save_folder, load_folder)),
+        Contender(DCP_WRITER, _checked(save_h5, partial(_back, "x.h5"))),
+        Contender(DCP_CONSOLIDATED, _checked(save_consolidated, partial(_back_from_parts, "hf/*.safetensors"))),
+        Contender("gathered on rank 0, torch.save", _checked(save_on_root, _back_from_torch)),
         Contender(SAVE_H5, _checked(partial(save_by_hpcdist, "y.h5"), partial(_back, "y.h5"))),
         Contender(
             SAVE_SAFETENSORS,
@@ -265,7 +264,7 @@ def main() -> None:
         if world.rank == 0:
             print(*tables, sep="\n\n")
             for case in record.cases:
-                found = {t.name: results.ratio(case, FOLDER, t.name) for t in case.timings}
+                found = {t.name: results.ratio(case, DCP_FOLDER, t.name) for t in case.timings}
                 print(case.what, {name: f"{r.median:.2f} times faster" for name, r in found.items() if r})
 
 

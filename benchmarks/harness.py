@@ -102,7 +102,9 @@ def shared_folder(comm: MPI.Intracomm, parent: Path, name: str) -> Iterator[Path
 def parser(what: str, sizes_: str, seconds: float = 150, budget: float = 12) -> argparse.ArgumentParser:
     """Create the parser of the common command line; `sizes_` are the default sizes."""
     found = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--sizes", type=sizes, default=sizes_, metavar="LIST", help=f"bytes per rank ({sizes_})")
+    found.add_argument(
+        "--sizes", type=sizes, default=sizes_, metavar="LIST", help=f"bytes per rank ({sizes_ or 'of the verb'})"
+    )
     found.add_argument("--rounds", type=_rounds, default=30, help="samples per contender (%(default)s)")
     found.add_argument(
         "--seconds",
@@ -150,6 +152,6 @@ def _rounds(text: str) -> int:
 def sizes(text: str) -> list[int]:
     """Parse a list of sizes on the command line."""
     try:
-        return [int(part.rstrip("KMG")) * _UNITS[part.lstrip("0123456789")] for part in text.upper().split(",")]
+        return [int(part.rstrip("KMG")) * _UNITS[part.lstrip("0123456789")] for part in text.upper().split(",") if part]
     except (KeyError, ValueError):
         raise argparse.ArgumentTypeError(f"expected sizes as in 8,64K,16M, got {text!r}") from None

@@ -391,7 +391,7 @@ def _row(name: str, growth: Growth) -> list[str]:
 
 
 def main() -> None:
-    from tables import table
+    from report import table
     from tqdm import tqdm
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -14,6 +14,7 @@ BASELINE = "mpi4py, preallocated"
 CONTROL = "the same once more (control)"
 # The plain call, which chooses its route, and the same with each route that it could choose.
 HPCDIST_NEW, HPCDIST_OUT, HPCDIST_SHARED = "hpcdist", "hpcdist, out=", "hpcdist, shared=True"
+PLAN_OUT = "hpcdist plan, out="
 ROUTES = {route: f"hpcdist, route {route}" for route in ("mpi", "gloo", "hdf5")}
 MPI4PY_NEW, MPI4PY_PICKLE = "mpi4py, counts exchanged, new memory", "mpi4py, pickle"
 GLOO_PADDED = "gloo, padded"
@@ -23,20 +24,14 @@ GLOO_GROUP, MPI_GROUP = "gloo", "mpi"  # backend; the baseline is gloo
 ALLTOALLV_OWN, ALLTOALLW = "Alltoallv, own piece by MPI too", "Alltoallw, subarrays"
 ALLTOALLW_COPY, MESSAGES = "Alltoallw, own piece copied", "Isend, Irecv, subarrays, own piece copied"
 BY_HAND = (BASELINE, ALLTOALLV_OWN, ALLTOALLW, ALLTOALLW_COPY, MESSAGES)  # all into preallocated memory
-PLAN_OUT, DTENSOR = "hpcdist plan, out=", "DTensor on gloo"
+DTENSOR = "DTensor on gloo"
 KINDS = {
     "columns": "rows to columns",
     "rows": "columns to rows",
     "tiles": "rows to tiles",
     "ragged": "ragged rows to even rows",
 }
-# structures; the baseline is one call per tensor
-GLOO_ONE_BY_ONE, ALL_GATHER_OBJECT = "gloo, one by one", "gloo, all_gather_object"
-STRUCTURES = {
-    "small": "1,000 small tensors to the next rank",
-    "large": "10 tensors of 8 MiB to the next rank",
-    "many": "16 tensors from every rank to all",
-}
+GLOO_ONE_BY_ONE = "gloo, one by one"  # structures; the baseline is one call per tensor
 # staging; the baseline is the operating system's calls for the same bytes in one shared file
 POSIX = "POSIX"
 HPCDIST = "hpcdist"
@@ -44,6 +39,32 @@ HPCDIST_MPIO, HPCDIST_POSIX = "hpcdist, writer mpio", "hpcdist, writer posix"
 UNCHECKED, UNVERIFIED = "hpcdist, checksums switched off", "hpcdist, verify=False"
 PLAIN_H5PY, H5PY_ALONE = "h5py, collective", "h5py, each rank on its own"
 SAFETENSORS = "safetensors, a file a rank, copied"
+WRITER = "staging writer"  # key in a record's versions: the meaning of writer="auto"
+# checkpoints; the baseline is DCP's own folder
+DCP_FOLDER, DCP_CONSOLIDATED = "DCP, a folder of files", "DCP, consolidated to one safetensors"
+DCP_WRITER, DCP_READER = "DCP, hpcdist's HDF5Writer", "DCP, hpcdist's HDF5Reader"
+SAVE_H5, SAVE_SAFETENSORS, LOAD_H5 = "staging.save, .h5", "staging.save, .safetensors", "staging.load, .h5"
+SAVE, LOAD, ELSEWHERE = "save", "load", "load of what one rank has saved"
+# overlap; the baseline is one after the other
+AFTER, TOGETHER = "one after the other", "at once"
+TRANSFER, COMPUTE = "the transfer alone", "the computation alone"
+# What a case's `skew` and `what` mean, where they are keys.
+WORDS = {
+    **KINDS,
+    "even": "",
+    "16:1": "16:1",
+    "dim1": "dim 1",
+    "small": "1,000 small tensors to the next rank",
+    "large": "10 tensors of 8 MiB to the next rank",
+    "many": "16 tensors from every rank to all",
+    "mm": "products of matrices on this core",
+    "sleep": "sleep: another device computes",
+    "late": "products of matrices, rank 1 starts 50 ms late",
+    "mpi": ROUTES["mpi"],
+    "gloo": ROUTES["gloo"],
+    "Iallgather": "mpi4py, Iallgather",
+    "gloo-async": "gloo, async_op=True",
+}
 
 
 @dataclass
@@ -67,6 +88,13 @@ class Case:
     def timing(self, name: str) -> Timing | None:
         """Return the timing of a contender; None if it is unknown or was skipped."""
         return next((t for t in self.timings if t.name == name and not t.skipped), None)
+
+    @property
+    def label(self) -> str:
+        """What was moved: the size of rank 0's shard, and the kind of case."""
+        size = "" if "step" in self.what else show_size(self.size)
+        parts = (self.what and WORDS.get(self.what, self.what), size, WORDS.get(self.skew, self.skew))
+        return ", ".join(filter(None, parts))
 
 
 @dataclass
@@ -175,6 +203,31 @@ def best(case: Case, names: Sequence[str]) -> str | None:
     """Return the contender of `names` with the smallest median time; None if none was timed."""
     timings = [timing for timing in map(case.timing, names) if timing]
     return min(timings, key=lambda timing: timing.seconds.median).name if timings else None
+
+
+def by_hand(case: Case) -> list[str]:
+    """Return the contenders that were timed and are not hpcdist's, the control aside."""
+    names = [t.name for t in case.timings if not t.skipped and t.name not in (CONTROL, MPI_GROUP)]
+    return [name for name in names if "hpcdist" not in name and not name.startswith("staging.")]
+
+
+def alike(value: float) -> Spread:
+    """Return a single figure, without a spread."""
+    return Spread(value, value, value)
+
+
+def faster(case: Case, ours: str, others: Sequence[str] = ()) -> Spread | None:
+    """Return how many times faster ours is than the fastest of the others (all by hand), in pairs of a round."""
+    other = best(case, others or by_hand(case))
+    return None if other is None else ratio(case, other, ours)
+
+
+def overlap(case: Case) -> Spread | None:
+    """Return the saved time of each round, relative to the maximum: the shorter of transfer and computation."""
+    timings = [case.timing(name) for name in (AFTER, TOGETHER, TRANSFER, COMPUTE)]
+    rounds = zip(*(timing.samples for timing in timings if timing), strict=True)
+    found = [(a - b) / min(t, c) for a, b, t, c in (r for r in rounds if len(r) == len(timings) and None not in r)]
+    return spread(found) if found else None
 
 
 def gigabytes_per_second(case: Case, timing: Timing) -> float:

@@ -1,50 +1,37 @@
-"""The data and the main program of the benchmarks of concat, gather and split."""
+"""concat, gather and split beside what people write by hand instead; ranks: concat by some ranks of one node.
+
+mpirun -n 2 python benchmarks/shards.py concat
+mpirun -n 4 python benchmarks/shards.py gather --sizes 8,64K --skew 16:1
+mpirun -n 8 python benchmarks/shards.py ranks
+"""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
+from typing import Any
 
 import harness
 import memory
 import report
 import results
 import torch
+import torch.distributed as dist
 from harness import ROOT, Step
 from mpi4py import MPI
-from results import (
-    BASELINE,
-    CONTROL,
-    GLOO_PADDED,
-    HPCDIST_NEW,
-    HPCDIST_OUT,
-    MPI4PY_NEW,
-    MPI4PY_PICKLE,
-    PLAN_OUT,
-    ROUTES,
-)
+from results import BASELINE, CONTROL, GLOO_PADDED, HPCDIST_NEW, HPCDIST_SHARED, MPI4PY_NEW, ROUTES
+from torch import Tensor
 
 import hpcdist as hd
 from hpcdist.compare import byhand
 from hpcdist.compare.timing import Contender, check
 
 DTYPE = torch.int64  # a value is its index in the whole tensor, exactly
-
-
-CONTENDERS = [  # of all three verbs
-    Contender(BASELINE, byhand.preallocated),
-    Contender(CONTROL, byhand.preallocated),
-    Contender(HPCDIST_OUT, lambda case: byhand.ours(case, out=case.out)),
-    Contender(HPCDIST_NEW, byhand.ours),
-    Contender(PLAN_OUT, lambda case: case.plan(case.x, case.out)),
-    Contender("hpcdist plan", lambda case: case.plan(case.x)),
-    *(Contender(name, partial(byhand.ours, route=route)) for route, name in ROUTES.items()),
-    Contender(MPI4PY_NEW, byhand.exchanged),
-    Contender(MPI4PY_PICKLE, byhand.pickled),
-    Contender(GLOO_PADDED, byhand.padded),
-]
+SKEWS = ("even", "16:1")
+# torch 2.13 has a new name for it; existing code uses this one.
+warnings.filterwarnings("ignore", ".*all_gather_into_tensor.* is deprecated", FutureWarning)
 
 
 class Case(byhand.Case):
@@ -62,48 +49,144 @@ def make_counts(size: int, skew: str, world_size: int) -> list[int]:
     rows = max(1, size // DTYPE.itemsize)
     if skew == "even":
         return [rows] * world_size
-    times = int(skew.split(":")[0])
-    small = max(1, rows // times)
-    return [small * times] + [small] * (world_size - 1)
+    small = max(1, rows // 16)
+    return [small * 16] + [small] * (world_size - 1)
 
 
-def peaks(contenders: Sequence[Contender], case: Case) -> list[results.Peak]:
-    """Measure the peak additional memory of one call of each contender. Collective."""
-    nbytes = sum(case.nbytes)
-    found = []
-    for contender in contenders:
-        check(contender, case)
-        extra = memory.peak(case.comm, partial(contender.call, case))
-        found.append(results.Peak(contender.name, extra, nbytes))
-    return found
+# More hand-written ways, beside those of hpcdist.compare.byhand
 
 
-def run(verb: str, contenders: Sequence[Contender], with_peaks: bool = False) -> None:
-    """Run the benchmark of a verb: parse the command line, time every size and skew, print on rank 0, write JSON.
+def _move(x: Tensor | None, buffers: Sequence[Tensor], to_root: bool) -> None:
+    """Move shards between the root, which has all `buffers`, and the others, which have their own, unpadded."""
+    if dist.get_rank() != ROOT:
+        works = [(dist.isend if to_root else dist.irecv)(x, ROOT)]
+    else:
+        move = dist.irecv if to_root else dist.isend
+        works = [move(buffer, rank) for rank, buffer in enumerate(buffers) if rank != ROOT]
+        pair = (buffers[ROOT], x) if to_root else (x, buffers[ROOT])
+        pair[0].copy_(pair[1])
+    for work in works:
+        work.wait()
 
-    The first contender is the baseline.
+
+def into_tensor(case: Case) -> Tensor | None:
+    """all_reduce of the sizes, pad to the largest, all_gather_into_tensor, trim if ragged.
+
+    As accelerate's pad_across_processes and gather, whose users trim themselves. gather is the same, since torch has
+    no ragged gather: all ranks but the root drop the result.
     """
-    parser = harness.parser(f"Time {verb} and what people write by hand instead.", "8,128,64K,1M,16M,64M")
-    parser.add_argument("--skew", type=_skews, default="even,16:1", metavar="LIST", help="%(default)s")
+    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    sizes[dist.get_rank()] = len(case.x)
+    dist.all_reduce(sizes)
+    longest = int(sizes.max())
+    whole = case.x.new_empty(len(sizes) * longest)
+    dist.all_gather_into_tensor(whole, byhand.padded_to(case.x, longest))
+    if int(sizes.min()) != longest:
+        whole = torch.cat([row[:size] for row, size in zip(whole.view(-1, longest), sizes.tolist(), strict=True)])
+    return whole if case.verb == "concat" or case.rank == ROOT else None
+
+
+def by_root(case: Case) -> Tensor | None:
+    """Exchange sizes, then send to the root, directly into place; for concat, broadcast the whole from there."""
+    sizes = byhand.sizes_of_all(case)
+    whole = case.x.new_empty(sum(sizes)) if case.verb == "concat" or case.rank == ROOT else None
+    _move(case.x, () if whole is None else torch.split(whole, sizes), to_root=True)
+    if case.verb == "concat":
+        dist.broadcast(whole, ROOT)
+    return whole
+
+
+def split_broadcast(case: Case) -> Tensor:
+    """Broadcast the whole, then copy this rank's part."""
+    sizes = byhand.sizes_of_all(case)
+    whole = torch.empty(sum(sizes), dtype=case.dtype) if case.x is None else case.x
+    dist.broadcast(whole, ROOT)
+    return torch.split(whole, sizes)[case.rank].clone()
+
+
+def split_sends(case: Case) -> Tensor:
+    """Broadcast the sizes, then the root sends each part directly from its place."""
+    sizes = byhand.sizes_of_all(case)
+    mine = torch.empty(sizes[case.rank], dtype=case.dtype)
+    _move(mine, () if case.x is None else torch.split(case.x, sizes), to_root=False)
+    return mine
+
+
+COMMON = [
+    Contender(BASELINE, byhand.preallocated),
+    Contender(CONTROL, byhand.preallocated),
+    Contender(results.HPCDIST_OUT, lambda case: byhand.ours(case, out=case.out)),
+    Contender(HPCDIST_NEW, byhand.ours),
+    Contender(results.PLAN_OUT, lambda case: case.plan(case.x, case.out)),
+    Contender("hpcdist plan", lambda case: case.plan(case.x)),
+    *(Contender(name, partial(byhand.ours, route=route)) for route, name in ROUTES.items()),
+    Contender(MPI4PY_NEW, byhand.exchanged),
+    Contender(results.MPI4PY_PICKLE, byhand.pickled),
+    Contender(GLOO_PADDED, byhand.padded),
+]
+OWN: dict[str, dict[str, Callable[[Any], object]]] = {
+    "concat": {
+        HPCDIST_SHARED: lambda case: byhand.ours(case, shared=True),
+        "gloo, all_reduce + all_gather_into_tensor": into_tensor,
+        results.GLOO_BY_ROOT: by_root,
+        results.GLOO_OBJECT: byhand.objects,
+    },
+    "gather": {
+        "gloo, all_reduce + all_gather_into_tensor": into_tensor,
+        "gloo, sends to the root": by_root,
+        "gloo, gather_object": byhand.objects,
+    },
+    "split": {
+        "gloo, broadcast the whole, keep a part": split_broadcast,
+        "gloo, sends from the root": split_sends,
+        "gloo, scatter_object_list": byhand.objects,
+    },
+}
+CONTENDERS = {verb: [*COMMON, *(Contender(*pair) for pair in own.items())] for verb, own in OWN.items()}
+FEW = (BASELINE, MPI4PY_NEW, GLOO_PADDED, HPCDIST_NEW, HPCDIST_SHARED)
+CONTENDERS["ranks"] = [contender for contender in CONTENDERS["concat"] if contender.name in FEW]
+
+
+def peaks(comm: MPI.Intracomm, name: str, size: int) -> tuple[list[results.Peak], str | None]:
+    """Measure the memory of one call of each contender, or return why it cannot be. Collective.
+
+    Of "ranks", that of the node while it holds the results; else the peak of a rank.
+    """
+    reason = None if name == "ranks" else memory.unavailable(comm) or memory.too_small(size)
+    if reason:
+        return [], reason
+    case, found = Case(comm, "concat", size, "even"), []
+    for contender in CONTENDERS[name]:
+        if name == "ranks" and contender.name == BASELINE:  # whose result has its memory already
+            continue
+        check(contender, case)
+        extra = (memory.node if name == "ranks" else memory.peak)(comm, partial(contender.call, case))
+        found.append(results.Peak(contender.name, extra, sum(case.nbytes)))
+    return found, None
+
+
+def main() -> None:
+    parser = harness.parser(__doc__, "")
+    parser.add_argument("name", choices=CONTENDERS)
+    parser.add_argument("--skew", type=harness.some_of(SKEWS), default=None, metavar="LIST", help=",".join(SKEWS))
     asked = parser.parse_args()
+    few = asked.name == "ranks"
+    verb = "concat" if few else asked.name
+    sizes = asked.sizes or harness.sizes("8,64K,8M" if few else "8,128,64K,1M,16M,64M")
     with hd.init(device="cpu", backend="gloo") as world:
-        comm = world.comm
-        record = harness.start(verb, comm)
-        if with_peaks:
-            record.no_peaks = memory.unavailable(comm) or memory.too_small(max(asked.sizes))
-            if not record.no_peaks:
-                record.peaks = peaks(contenders, Case(comm, verb, max(asked.sizes), "even"))
+        comm, record = world.comm, harness.start(asked.name, world.comm)
+        if few:
+            record.nodes, _ = peaks(comm, asked.name, max(sizes))
+        elif verb == "concat":
+            record.peaks, record.no_peaks = peaks(comm, verb, max(sizes))
             if comm.rank == ROOT:
-                print(report.peak_table(record) + "\n")
+                print(record.no_peaks or report.memory_table(record, "peaks"))
         steps = [
-            Step(partial(Case, verb=verb, size=size, skew=skew), contenders)
-            for size, skew in product(asked.sizes, asked.skew)
+            Step(partial(Case, verb=verb, size=size, skew=skew), CONTENDERS[asked.name])
+            for size, skew in product(sizes, asked.skew or (SKEWS[:1] if few else SKEWS))
         ]
         harness.run(record, comm, steps, asked)
 
 
-def _skews(text: str) -> list[str]:
-    skews = text.split(",")
-    if not set(skews) <= {"even", "16:1"}:
-        raise argparse.ArgumentTypeError(f"expected even, 16:1 or both, got {text!r}")
-    return skews
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,6 @@
 """Start-up of Python from a slow shared file system, beside python -m hpcdist.stage_env and a start from local disk.
 
 python benchmarks/stage_env.py --ranks 2,8,16,32 --rounds 3 --json benchmarks/results/stage-env.json
-python benchmarks/stage_env.py --draw benchmarks/results/stage-env.json      # the picture; needs matplotlib
 
 As root, with util-linux, iproute2, sshfs and openssh-sftp-server. Two hosts of network namespaces, as of
 tests/cluster/hosts.py, mount the same folder from a third one, whose server limits requests and bytes a second for both
@@ -14,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import statistics
 import subprocess
 import sys
 import sysconfig
@@ -26,8 +24,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "tests" / name) for name in ("cluster", "helpers")]
 
+import report  # noqa: E402
 from hosts import Hosts  # noqa: E402
-from tables import figure, table  # noqa: E402
 
 CLIENTS, SERVER = ("node1", "node2"), "node3"
 SHARED = "/tmp/shared"  # where both mount it: /tmp is each host's own
@@ -124,49 +122,6 @@ def measure(cluster: Cluster, ranks: int) -> dict[str, tuple[float, int, int]]:
     return found
 
 
-def show(record: dict[str, object]) -> str:
-    """Format the table."""
-    rows = []
-    for ranks, rounds in record["rounds"].items():  # type: ignore[attr-defined]
-        for name in (SHARED_START, STAGING, LOCAL_START):
-            times, requests, sizes = zip(*(found[name] for found in rounds), strict=True)
-            spread = f"{figure(min(times))} to {figure(max(times))}"
-            mib = figure(statistics.median(sizes) / MIB)
-            rows.append([f"{ranks} ranks: {name}", figure(statistics.median(times)), spread,
-                         f"{statistics.median(requests):,.0f}", mib])  # fmt: skip
-    return table(["", "s", "range", "requests", "MiB read"], rows)
-
-
-def draw(record: dict[str, object], path: Path) -> None:
-    """Plot seconds against ranks: the start from the shared folder; staging and then starting; starting alone."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    mpl.rcParams["svg.hashsalt"], mpl.rcParams["svg.fonttype"] = "hpcdist", "none"
-    from matplotlib import pyplot as plt
-
-    rounds = record["rounds"]
-    ranks = [int(count) for count in rounds]  # type: ignore[attr-defined]
-    lines = {
-        "from the shared folder": ((SHARED_START,), "#b0b0b0"),
-        "stage_env, then from the copy": ((STAGING, LOCAL_START), "#1f5fa8"),
-        "from the copy, in the same job again": ((LOCAL_START,), "#7fb2e5"),
-    }
-    figure_, panel = plt.subplots(figsize=(6, 3.6))
-    for label, (steps, colour) in lines.items():
-        times = [[sum(one[step][0] for step in steps) for one in found] for found in rounds.values()]  # type: ignore[attr-defined]
-        panel.plot(ranks, [statistics.median(each) for each in times], "o-", color=colour, label=label)
-        panel.fill_between(ranks, [min(each) for each in times], [max(each) for each in times], color=colour, alpha=0.2)
-    panel.set_xticks(ranks)
-    panel.set_ylim(bottom=0)
-    panel.set_xlabel("ranks on 2 hosts")
-    panel.set_ylabel("seconds")
-    panel.set_title(f"python -c 'import numpy'; {record['limits']}", fontsize=10)
-    panel.legend(frameon=False)
-    figure_.tight_layout()
-    figure_.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[2, 8, 16, 32])
@@ -174,11 +129,7 @@ def main() -> int:
     parser.add_argument("--requests", type=float, default=500, help="of the file server, a second (500)")
     parser.add_argument("--bandwidth", type=int, default=100, help="of the file server, MiB a second (100)")
     parser.add_argument("--json", type=Path, help="file to which the measurements are added")
-    parser.add_argument("--draw", type=Path, help="file with measurements: draw them beside it, and measure nothing")
     asked = parser.parse_args()
-    if asked.draw:
-        draw(json.loads(asked.draw.read_text()), asked.draw.with_suffix(".svg"))
-        return 0
     limits = f"{asked.requests:g} requests and {asked.bandwidth} MiB a second for all"
     record: dict[str, object] = {"limits": limits, "rounds": {}}
     if asked.json and asked.json.exists() and (before := json.loads(asked.json.read_text()))["limits"] == limits:
@@ -187,10 +138,9 @@ def main() -> int:
         cluster = Cluster(hosts, (asked.requests, asked.bandwidth * MIB))
         for ranks in asked.ranks:
             record["rounds"][ranks] = [measure(cluster, ranks) for _ in range(asked.rounds)]  # type: ignore[index]
-            print(show({**record, "rounds": {ranks: record["rounds"][ranks]}}), flush=True)  # type: ignore[index]
             if asked.json:
                 asked.json.write_text(json.dumps(record) + "\n")
-    print(show(record))
+    print(report.start_up(record))
     return 0
 
 

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import h5py
 import harness
+import report
 import results
 import safetensors
 import staging_peers as peers
-import staging_tables
 import torch
 from mpi4py import MPI
 from results import POSIX
@@ -135,7 +135,7 @@ def run(asked: argparse.Namespace, world: hd.World, folder: Path) -> None:
     record = harness.new_record("staging", comm.size, cpus)
     kind = "without MPI" if SERIAL else f"HDF5 {h5py.version.hdf5_version} with MPI"
     record.versions |= {"h5py": f"{h5py.__version__} ({kind})", "safetensors": safetensors.__version__}
-    record.versions[staging_tables.WRITER] = hd.staging.writer()[0]
+    record.versions[results.WRITER] = hd.staging.writer()[0]
     sizes, notes = fitting(comm, folder, asked.sizes)
     root = comm.rank == 0
     if root:
@@ -150,7 +150,7 @@ def run(asked: argparse.Namespace, world: hd.World, folder: Path) -> None:
         timings = (measure_loads if what == "load" else measure)(case, methods, *rounds)
         record.cases.append(results.Case(size, layout, case.nbytes, timings, what))
         if root:
-            tqdm.write(staging_tables.case_table(record, record.cases[-1]) + "\n")
+            tqdm.write(report.case_table(record, record.cases[-1]) + "\n")
         if root and asked.json:  # keeps the measurements if the run is interrupted
             results.save(record, asked.json)
 

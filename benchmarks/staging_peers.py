@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from mpi4py import MPI
+from report import SHARED_FILE
 from results import (
     CONTROL,
     H5PY_ALONE,
@@ -28,7 +29,6 @@ from results import (
     UNCHECKED,
     UNVERIFIED,
 )
-from staging_tables import SHARED
 
 import hpcdist as hd
 
@@ -102,7 +102,7 @@ class Method:
     @property
     def shared(self) -> bool:
         """Whether all ranks use one file, as with hpcdist."""
-        return self.name.startswith("hpcdist") or self.name in (CONTROL, *SHARED)
+        return self.name.startswith("hpcdist") or self.name in (CONTROL, *SHARED_FILE)
 
 
 def make_case(comm: MPI.Intracomm, folder: Path, size: int, layout: str) -> Case:

@@ -51,7 +51,7 @@ def test_its_picture_has_the_fastest_way_by_hand_and_says_where_it_was_measured(
     (picture,) = re.findall(r"\((benchmarks/results/\S+\.svg)\)", README)
     text = (ROOT / picture).read_text()
     assert "mpi4py Allgatherv, counts known, preallocated" in text
-    assert "on one node of 2 cores" in text
+    assert "one node, 2 cores" in text
 
 
 def test_no_page_installs_from_an_index_that_does_not_have_it() -> None:

@@ -47,6 +47,10 @@ for reason in sleep stop; do
     LIMIT=5 BACKEND=$([ "$gpus" -gt 1 ] || echo gloo) timeout 120 "$mpirun" -n 2 "$python" tests/watch/hanging.py "$reason" concat 2>&1 |
         grep -E "rank 1 \(.*(has not reached|is stopped)" || status=1
 done
-echo "== benchmarks, $gpus ranks: concat of 8 B to 2 GiB, and the copy of a save within 1.15 of a plain one"
-timeout 300 "$mpirun" -n "$gpus" "$python" benchmarks/gpu.py || status=1
+echo "== benchmarks, $gpus ranks: ragged concat of 16 B to 2 GiB, and the copy of a save, within 1.15 of a plain one"
+folder=$(mktemp -d)
+printf 'concat int64 %s %s\n' 2 1 8192 4096 2097152 1048576 33554432 16777216 268435456 134217728 >"$folder/shapes.txt"
+timeout 300 "$mpirun" -n "$gpus" "$python" -m hpcdist.compare --shapes "$folder/shapes.txt" -o "$folder/gpu.json" || status=1
+timeout 300 "$mpirun" -n "$gpus" "$python" benchmarks/once.py async_save --device cuda --sizes 1G --folder /dev/shm || status=1
+rm -rf "$folder"
 exit $status

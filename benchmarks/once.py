@@ -1,0 +1,187 @@
+"""Single questions, whose answers are printed and not kept: each way in turn, the slowest rank counts.
+
+mpirun -n 2 python benchmarks/once.py async_save --folder DIR    until a save in the background returns, beside a copy
+mpirun -n 2 python benchmarks/once.py load_once --folder DIR     tensors that all ranks want whole: by each, or once
+mpirun -n 2 python benchmarks/once.py pages --folder DIR         the cost of keeping each page to one writing rank
+mpirun -n 2 python benchmarks/once.py stopping                   world.should_stop() beside an all_reduce of 8 bytes
+
+DIR is on the disk to measure. On GPUs, async_save copies to pinned memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import random
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import harness
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from report import duration, figure, table
+from results import show_size
+
+import hpcdist as hd
+from hpcdist.compare.timing import spread
+from hpcdist.formats.plain import page_size
+from hpcdist.tensors import accelerator
+
+CACHES = 2**28  # bytes, more than the processor has
+Ways = Mapping[str, Callable[[], Any]]
+
+
+def compare(
+    world: hd.World, title: str, ways: Ways, rounds: int, calls: int = 1, before: Callable[[], object] = lambda: None
+) -> None:
+    """Time each way in turn and print it beside the first one; waiting for its handle is not timed. Collective."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for round_ in range(-1, rounds):  # the first one warms up
+        for name in random.Random(round_).sample(list(ways), len(ways)):
+            before()
+            _synchronize(world)
+            world.comm.Barrier()
+            start = time.perf_counter()
+            for _ in range(calls):
+                handle = ways[name]()
+            _synchronize(world)
+            mine = (time.perf_counter() - start) / calls
+            if isinstance(handle, hd.Handle):
+                handle.wait()
+            slowest = world.comm.allreduce(mine, op=MPI.MAX)
+            times[name] += [slowest] if round_ >= 0 else []
+    rows, first = [], next(iter(times.values()))
+    for name, found in times.items():
+        all_, ratio = spread(found), spread([a / b for a, b in zip(found, first, strict=True)])
+        rows.append(
+            [name, duration(all_.median), f"{duration(all_.low)} to {duration(all_.high)}", figure(ratio.median)]
+        )
+    if world.rank == 0:
+        print(table([f"{title}, np {world.world_size}", "median", "quartiles", "ratio"], rows), end="\n\n", flush=True)
+
+
+def _synchronize(world: hd.World) -> None:
+    if world.device.type != "cpu":
+        accelerator.synchronize(world.device)
+
+
+def async_save(world: hd.World, asked: argparse.Namespace, folder: Path) -> None:
+    gpu = world.device.type != "cpu"
+    for size in asked.sizes or harness.sizes("64M,256M"):
+        for count in (1, 64, 256):
+            path, each = folder / "x.h5", max(1, size // count // 4)
+            state = {f"x{i}": torch.randn(each, device=world.device) for i in range(count)}
+            copies = {name: accelerator.host_buffer(x.nbytes, pinned=gpu).view(x.dtype) for name, x in state.items()}
+            other = torch.empty(CACHES // 4)
+
+            def copy(state: Any = state, copies: Any = copies) -> None:
+                for name, x in state.items():
+                    copies[name].copy_(x)
+
+            ways: Ways = {
+                "copy to memory that exists": copy,
+                "the same once more (control)": copy,
+                "clone of each tensor": lambda state=state: [x.clone() for x in state.values()],  # type: ignore[misc]
+                "save, async_op=True": partial(hd.staging.save, path, state, async_op=True),
+                "save": partial(hd.staging.save, path, state),
+            }
+            # As a training step does: the caches hold neither the state nor memory for its copy.
+            title = f"save of {show_size(size)} a rank in {count} tensors"
+            compare(world, title, ways, asked.rounds, before=partial(other.add_, 1))
+
+
+def load_once(world: hd.World, asked: argparse.Namespace, folder: Path) -> None:
+    options: dict[str, dict[str, Any]] = {
+        "every rank reads": {"once_per": "rank"},
+        "the same once more (control)": {"once_per": "rank"},
+        "default": {},
+        "read once a job": {"once_per": "job"},
+        "one copy a node": {"shared": True},
+    }
+    for size in asked.sizes or harness.sizes("1M,64M,256M"):
+        for count in (1, 16):
+            path = folder / f"{count}.h5"
+            tensors = {f"x{i}": torch.arange(size // count // 8) + i for i in range(count)}
+            hd.staging.save(path, tensors, None)
+            ways = {name: partial(hd.staging.load, path, dim=None, **option) for name, option in options.items()}
+            rows = [[name, *_moved(world, path, tensors, option)] for name, option in options.items()]
+            if world.rank == 0:
+                print(table([f"load of {show_size(size)} in {count} tensors, MiB", "read", "sent", "memory"], rows))
+            compare(world, "the same", ways, asked.rounds)
+
+
+def _moved(world: hd.World, path: Path, expected: Mapping[str, torch.Tensor], options: dict[str, Any]) -> list[str]:
+    """Check a load; return the MiB of all ranks that it read and sent, and of memory that it added. Collective."""
+    comm, plan = world.comm, hd.plan(hd.staging.load, path, dim=None, **options)
+    hd.memory.empty_cache()
+    ctypes.CDLL(None).malloc_trim(0)
+    comm.Barrier()
+    before = _counters()
+    got = hd.staging.load(path, dim=None, **options)
+    right = all(torch.equal(got[name], x) for name, x in expected.items())
+    comm.Barrier()  # since memory that ranks share counts by how many have it
+    read, memory = (comm.allreduce(after - first) for after, first in zip(_counters(), before, strict=True))
+    if not all(comm.allgather(right)) or abs(read - plan.file_bytes_of_all) > 2**20 * comm.size:  # and its structure
+        raise SystemExit(f"wrong data with {options}, or {read:,} bytes read, expected {plan.file_bytes_of_all:,}")
+    return [f"{nbytes / 2**20:.0f}" for nbytes in (read, plan.sent_by_all, memory)]
+
+
+def _counters() -> tuple[int, int]:
+    """Return the bytes that this process has read so far, and its part of the memory that it maps."""
+    lines = Path("/proc/self/io").read_text() + Path("/proc/self/smaps_rollup").read_text().partition("\n")[2]
+    fields = dict(line.split(":") for line in lines.splitlines())
+    return int(fields["rchar"]), int(fields["Pss"].split()[0]) * 1024
+
+
+def pages(world: hd.World, asked: argparse.Namespace, folder: Path) -> None:
+    states: dict[str, Any] = {
+        "1 MiB a rank": torch.arange(2**17),
+        "64 MiB a rank": torch.arange(2**23),
+        "300 tensors of some 200 B a rank": {f"t{i}": torch.ones(50 + i % 10) for i in range(300)},
+        "300 tensors of some 20 KB a rank": {f"t{i}": torch.ones(5000 + i % 10) for i in range(300)},
+    }
+
+    def save(state: Any, size: Callable[[str], int]) -> None:
+        with mock.patch("hpcdist.formats.contents.page_size", size):
+            hd.staging.save(folder / "x.h5", state, writer="posix")
+
+    for name, state in states.items():
+        ways = {"pages": partial(save, state, page_size), "single bytes": partial(save, state, lambda _: 1)}
+        compare(world, name, ways, asked.rounds)
+
+
+def stopping(world: hd.World, asked: argparse.Namespace, folder: Path) -> None:
+    x, gloo = torch.zeros(1, dtype=torch.int64), dist.new_group(backend="gloo")
+    ways: Ways = {
+        "all_reduce of 8 bytes, backend mpi": partial(dist.all_reduce, x),
+        "the same, gloo": partial(dist.all_reduce, x, group=gloo),
+        "should_stop()": world.should_stop,
+        "should_stop(every=10)": partial(world.should_stop, every=10),
+    }
+    compare(world, "stopping", ways, asked.rounds, calls=200)
+
+
+QUESTIONS = {"async_save": async_save, "load_once": load_once, "pages": pages, "stopping": stopping}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("question", choices=QUESTIONS)
+    parser.add_argument("--sizes", type=harness.sizes, metavar="LIST", help="bytes per rank, of all tensors")
+    parser.add_argument("--rounds", type=int, default=15, help="samples of each way (%(default)s)")
+    parser.add_argument("--folder", type=Path, default=tempfile.gettempdir(), help="for files (%(default)s)")
+    parser.add_argument("--device", default="cpu", help="cuda for GPUs (%(default)s)")
+    asked = parser.parse_args()
+    with hd.init(device=asked.device) as world, harness.shared_folder(world.comm, asked.folder, "once") as folder:
+        torch.set_num_threads(1)
+        QUESTIONS[asked.question](world, asked, folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The tables and pictures of the benchmarks are those of the samples, and so is each figure in the pages' prose."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.once
+LISTS = re.compile(r"<!--.*?-->|^```.*?^```|^\|.*?$|\]\([^)]*\)|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def made() -> SimpleNamespace:
+    """The programs of benchmarks/ that read results, and the records."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import plot
+        import report
+        import results
+    finally:
+        sys.path.pop(0)
+    return SimpleNamespace(plot=plot, report=report, results=results, records=results.load_all())
+
+
+def test_tables_and_pictures_are_those_of_the_samples(made: SimpleNamespace) -> None:
+    written = made.report.pages(made.records) | made.plot.pictures(made.records)
+    assert len(written) > 15
+    assert [path.name for path, text in written.items() if path.read_text() != text] == []
+    pictures = {path for path in written if path.suffix == ".svg"}
+    assert {*(ROOT / "benchmarks" / "results").glob("*.svg")} == pictures
+
+
+def test_a_changed_sample_changes_heat_map_and_table(made: SimpleNamespace) -> None:
+    """So the comparison above can fail."""
+    records = made.results.load_all()
+    (record,) = (r for r in records if r.name == "mpich-np2-concat")
+    timing = record.case(64 * 2**20, "even").timing("hpcdist")
+    timing.samples = [sample and 3 * sample for sample in timing.samples]
+    before, after = (made.report.heat(found, record.mpi, 2)["concat", 64 * 2**20] for found in (made.records, records))
+    assert after.median == pytest.approx(before.median / 3)
+    assert made.report.summary(records) != made.report.summary(made.records)
+    assert made.plot.heat(records, record.mpi).svg() != made.plot.heat(made.records, record.mpi).svg()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+def test_backend_mpi_beside_gloo(made: SimpleNamespace, page: str) -> None:
+    ratios = [ratio.median for _, ratio in made.report.by_gloo(made.records)]
+    text = " ".join((ROOT / page).read_text().split())
+    assert f"{min(ratios):.1f} to {max(ratios):.0f}" in text
+    assert f"in all {len(ratios)} " in text
+    assert min(ratios) > 1
+
+
+def test_readme_says_which_way_by_hand_is_the_fastest(made: SimpleNamespace) -> None:
+    """The text of its picture names the number of hand-written versions, and the fastest."""
+    (record,) = (r for r in made.records if r.name == "mpich-np2-concat")
+    case = record.case(64 * 2**20, "16:1")
+    shown = [name for name in made.plot.WAYS if case.timing(name) and "hpcdist" not in name]
+    assert made.results.best(case, shown) == made.results.BASELINE
+    assert ["zero", "one", "two", "three", "four", "five", "six", "seven"][len(shown)] + " hand-written" in (
+        ROOT / "README.md"
+    ).read_text()
+
+
+def test_benchmarks_page_is_short_and_plain() -> None:
+    text = (ROOT / "benchmarks" / "README.md").read_text()
+    assert len(text.splitlines()) <= 250
+    prose = LISTS.sub("x", text)
+    sentences = [" ".join(s.split()) for s in re.split(r"(?<=[.:?])\s+|\n\n|\n(?=- )", prose)]
+    assert len(sentences) > 50
+    assert [s for s in sentences if len(s.split()) > 30] == []
+    assert [s for s in sentences if re.match(r"(\*\*)?What\b", s) and not s.endswith("?")] == []
+
+
+def test_start_up_in_prose(made: SimpleNamespace) -> None:
+    """What each further rank costs, in MEASUREMENTS.md."""
+    rounds = json.loads((ROOT / "benchmarks" / "results" / "stage-env.json").read_text())["rounds"]
+    starts = {n: [found["start from the shared folder"] for found in rounds[n]] for n in ("2", "32")}
+    seconds, requests = ((median(s[i] for s in starts["32"]) - median(s[i] for s in starts["2"])) / 30 for i in (0, 1))
+    text = " ".join((ROOT / "benchmarks" / "MEASUREMENTS.md").read_text().split())
+    assert f"sends {requests:.0f} requests to the server, and takes {seconds:.1f} s longer" in text
