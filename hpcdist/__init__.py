@@ -23,12 +23,11 @@ if COMMAND not in ("explain", "stage-env"):
     from hpcdist.runtime.plan import Plan
     from hpcdist.runtime.world import World, current, finalize, init
     from hpcdist.split import split
-    from hpcdist.staging.checkpointable import checkpointable
     from hpcdist.tensors import eager
 
     __all__ = [
         "Block", "Boxes", "FileError", "Handle", "HangError", "HpcdistError", "LaunchError", "Plan", "RankError",
-        "Replicate", "Split", "World", "balance", "checkpointable", "concat", "current", "finalize", "gather", "init",
+        "Replicate", "Split", "World", "balance", "concat", "current", "finalize", "gather", "init",
         "irecv", "isend", "layout", "local", "memory", "plan", "recv", "redistribute", "send", "split", "staging",
     ]  # fmt: skip
 

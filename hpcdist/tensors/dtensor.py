@@ -1,23 +1,21 @@
-"""Convert between DTensor placements and layouts. DTensor partitions by the ceiling rule only."""
+"""Convert DTensor placements to a layout. DTensor partitions by the ceiling rule only."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 from typing import TYPE_CHECKING
 
-import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from hpcdist.errors import refusal
-from hpcdist.layout import Block, Box, Layout
+from hpcdist.layout import Block, Layout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
 def layout_of(placements: Sequence[Placement], mesh: DeviceMesh | Sequence[int]) -> Layout:
-    """Return the layout of a DTensor with these placements; the inverse of :func:`placements_of`.
+    """Return the layout of a DTensor with these placements.
 
     Args:
         placements: Shard or Replicate, for each dimension of the mesh.
@@ -48,40 +46,6 @@ def layout_of(placements: Sequence[Placement], mesh: DeviceMesh | Sequence[int])
             )
         dims.append(placement.dim if isinstance(placement, Shard) else None)
     return Block(grid, tuple(dims), "chunk")
-
-
-def placements_of(held: Layout, shape: Sequence[int], mesh: DeviceMesh | Sequence[int]) -> tuple[Placement, ...]:
-    """Return the placements of a DTensor whose local tensors are the parts of this layout.
-
-    Args:
-        held: the layout.
-        shape: the shape of the whole tensor, which matters: the ceiling rule and the block rule agree only on extents
-            that are multiples of the number of ranks.
-        mesh: a DeviceMesh whose ranks are numbered along its last dimension first, or its shape.
-
-    Raises:
-        ValueError: if DTensor cannot have such parts: other rules than the ceiling rule, or arbitrary boxes.
-
-    Example, on 4 ranks::
-
-        >>> placements_of(hd.Split(0), (8, 5), (4,))
-        (Shard(dim=0),)
-        >>> placements_of(hd.Split(0), (10, 5), (4,))
-        ValueError: no DTensor on a mesh of shape (4,) has these parts of a tensor of shape (10, 5): ...
-    """
-    grid = _shape(mesh)
-    wanted = held.boxes(shape, torch.Size(grid).numel())
-    choices: list[int | None] = [None, *range(len(shape))]
-    for dims in product(choices, repeat=len(grid)):
-        if all(map(_same, Block(grid, dims, "chunk").boxes(shape, len(wanted)), wanted)):
-            return tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
-    what = f"no DTensor on a mesh of shape {grid} has these parts of a tensor of shape {tuple(shape)}"
-    raise refusal(ValueError, "HD213", f'{what}: DTensor cuts by the rule counts="chunk"')
-
-
-def _same(box: Box, other: Box) -> bool:
-    """Return whether two boxes are the same part; empty ones may start anywhere."""
-    return box.shape == other.shape and (box.offset == other.offset or not box.size())
 
 
 def _shape(mesh: DeviceMesh | Sequence[int]) -> tuple[int, ...]:

@@ -42,7 +42,6 @@ x = distribute_tensor(torch.arange(16).view(4, 4), mesh, [Shard(0), Shard(1)])
     "hpcdist.tensors.pool.memory_stats": "x = torch.zeros(2**23)",
 }
 NOT_RUN = {
-    "hpcdist.staging.checkpointable.checkpointable": "needs torch 2.14; tests/staging/test_checkpointable.py runs it",
     "hpcdist.staging.drivers.active": "shows a machine's own versions",
 }
 
