@@ -34,7 +34,8 @@ from hpcdist.backend.host_copies import (
     writable,
 )
 from hpcdist.backend.reductions import Reduction
-from hpcdist.comm.mpi import MPI_ROUTE, pieces
+from hpcdist.comm.messages import pieces
+from hpcdist.comm.mpi import MPI_ROUTE
 from hpcdist.comm.team import Team
 from hpcdist.comm.windows import by_node
 from hpcdist.layout import limits

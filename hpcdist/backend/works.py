@@ -25,7 +25,7 @@ from torch.futures import Future
 from hpcdist import activity
 from hpcdist.activity import callsite
 from hpcdist.backend.host_copies import address, gpu_events, is_plain, readable, scratch, tensors_in
-from hpcdist.comm.mpi import pieces
+from hpcdist.comm.messages import pieces
 from hpcdist.comm.team import Team
 from hpcdist.comm.worker import note_failure
 from hpcdist.errors import refusal

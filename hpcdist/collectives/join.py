@@ -204,7 +204,7 @@ class Join(Joining, Plannable):
         )
 
     def in_window(self, team: Team) -> Tensor | None:
-        from hpcdist.routes import window  # which imports MPI
+        from hpcdist.comm import window  # which imports MPI
 
         return window.concat(team, self.sent, [box for (box,) in self._blocks.boxes], self._blocks.shape, self._dim)
 

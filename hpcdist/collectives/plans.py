@@ -121,7 +121,7 @@ def _described(name: str, op: Plannable, team: Team, agreed: Agreed) -> Plan:
 
 def _shared(team: Team, nbytes: int, otherwise: Method) -> Method:
     """Return how data of `nbytes` in all move to a result that nodes are to share, as far as is known. Collective."""
-    from hpcdist.routes import window  # which imports MPI
+    from hpcdist.comm import window  # which imports MPI
 
     refusal = window.refusal(team, nbytes)
     if refusal is None:

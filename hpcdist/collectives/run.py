@@ -233,8 +233,8 @@ def run(op: Operation, team: Team, async_op: bool = False) -> Any:
                 result = op.execute(team)
                 if op.grad:
                     result = autograd.attach(op, team, result)
-            except BaseException as error:  # as InStep does, at no cost to small calls
-                abort.InStep(op.name, team.size).__exit__(type(error), error, None)
+            except BaseException as error:  # a context would cost small calls time
+                abort.InStep.check(op.name, team.size, error)
                 raise
     return result if op.out is None else written(op.out, result)
 

@@ -169,7 +169,7 @@ class Scatter(Plannable):
         return self.chosen(team).method(team, "scatterv", self._blocks.nbytes, max(self._blocks.counts))
 
     def in_window(self, team: Team) -> Tensor | None:
-        from hpcdist.routes import window  # which imports MPI
+        from hpcdist.comm import window  # which imports MPI
 
         cut = self._blocks
         return window.split(team, self.sent, [box for (box,) in cut.boxes], cut.dtype, self._root)

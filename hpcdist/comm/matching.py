@@ -15,7 +15,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpcdist.comm.mpi import memory
+from hpcdist.comm.messages import memory
 from hpcdist.errors import HpcdistError
 from hpcdist.tensors.storage import of_bytes
 

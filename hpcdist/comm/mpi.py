@@ -8,14 +8,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 from torch import Tensor
 
 from hpcdist import layout
-from hpcdist.comm import tuning
+from hpcdist.comm import tuning, window
+from hpcdist.comm.messages import memory, start
 from hpcdist.comm.route import Alltoall, Ints, Message, Method, Route, cut
 from hpcdist.comm.tuning import Rule
 from hpcdist.layout import limits
@@ -29,10 +30,17 @@ LIMIT = 2**31 - 1  # bytes: counts and displacements are C ints in every MPI bef
 
 
 class Mpi(Route):
-    """Messages over the team's communicator."""
+    """Messages over the team's communicator.
+
+    Args:
+        on_gpu: whether some ranks pass GPU memory, which the windows of a node would send through the host.
+    """
 
     name = "mpi"
     algorithms: dict[str, dict[str, Callable[..., None]]]  # see hpcdist/comm/tuning.py
+
+    def __init__(self, on_gpu: bool = False) -> None:
+        self._on_gpu = on_gpu
 
     def carries(self, team: Team, gpu: bool) -> bool:
         return not gpu or _takes_gpu_memory(team)
@@ -44,14 +52,18 @@ class Mpi(Route):
         if nbytes > LIMIT and rule.algorithm == "sends":
             why = f"{nbytes:,} bytes in all are more than the {LIMIT:,} that {names['mpi']} can count"
         else:
-            why = team.rules.reason(rule)
+            why = team.rules.reason(operation, rule, nbytes, largest)
         return Method(names[rule.algorithm], why)
 
     def rule(self, team: Team, operation: str, total: int, largest: int) -> Rule:
         """Choose the algorithm for messages of `total` bytes, of which the largest has `largest`."""
-        found = team.rules.choose(operation, total, largest)
-        usable = total <= LIMIT if found.algorithm == "mpi" else found.algorithm in self.algorithms[operation]
-        return found if usable else found._replace(algorithm="sends")
+
+        def usable(algorithm: str) -> bool:
+            if algorithm == "window":
+                return not self._on_gpu and team.windows.problem is None
+            return algorithm != "mpi" or total <= LIMIT
+
+        return team.rules.choose(operation, total, largest, usable)
 
     def _run(self, operation: str, team: Team, total: int, largest: int, *args: Any) -> None:
         rule = self.rule(team, operation, total, largest)
@@ -63,6 +75,11 @@ class Mpi(Route):
     def scatterv(self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int) -> None:
         self._run("scatterv", team, sum(counts), max(counts), send, recv, counts, displs, root)
 
+    def allgather(self, team: Team, send: Tensor, blocks: Sequence[Tensor]) -> bool:
+        counts = [block.numel() for block in blocks]
+        chosen = self.rule(team, "allgatherv", sum(counts), max(counts)).algorithm
+        return chosen == "window" and window.in_rounds(team, send, blocks)
+
     def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
         self._run("allgatherv", team, sum(counts), max(counts), send, recv, counts, displs)
 
@@ -70,15 +87,8 @@ class Mpi(Route):
         self._run("alltoallv", team, what.total, what.longest, send, recv, what)
 
     def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
-        for request in self.start(team, sends, recvs):
+        for request in start(team, sends, recvs):
             request.Wait()
-
-    def start(self, team: Team, sends: list[Message], recvs: list[Message]) -> list[MPI.Request]:
-        """Start to exchange messages. A pair of ranks may exchange several, which arrive in order."""
-        # MPI keeps the order of messages between two ranks: pieces need no tags.
-        comm = team.comm
-        requests = [comm.Irecv(piece, source) for source, block in recvs for piece in pieces(memory(block))]
-        return requests + [comm.Isend(piece, dest) for dest, block in sends for piece in pieces(memory(block))]
 
 
 def _gatherv(
@@ -130,6 +140,11 @@ def _ring(route: Mpi, team: Team, segment: int, send: Tensor, recv: Tensor, coun
         request.Wait()
 
 
+def _window(route: Mpi, team: Team, _: int, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
+    if not window.in_rounds(team, as_bytes(send), cut(recv, counts, displs)):
+        Route.allgatherv(route, team, send, recv, counts, displs)
+
+
 def _alltoallv(route: Mpi, team: Team, _: int, send: Tensor, recv: Tensor, what: Alltoall) -> None:
     team.comm.Alltoallv(
         [memory(send), what.sendcounts, what.sdispls, MPI.BYTE],
@@ -139,19 +154,6 @@ def _alltoallv(route: Mpi, team: Team, _: int, send: Tensor, recv: Tensor, what:
 
 def _by_sends(operation: Callable[..., None]) -> Callable[..., None]:
     return lambda route, team, segment, *args: operation(route, team, *args)
-
-
-def memory(message: Tensor) -> Any:
-    """Return the memory of a message as an mpi4py buffer; on a GPU, after pending work on it."""
-    if not message.is_cpu:
-        accelerator.synchronize(message.device)
-    return MPI.buffer.fromaddress(message.data_ptr(), message.nbytes)
-
-
-def pieces(memory: Any) -> list[list[Any]]:
-    """Cut an mpi4py buffer into what one message may hold; an empty one is one piece."""
-    ranges = layout.pieces(len(memory), limits.PIECE) or [(0, 0)]
-    return [[memory[start : start + length], MPI.BYTE] for start, length in ranges]
 
 
 _SECONDS = 60  # for a child process that imports torch, opens the GPU and sends itself a message
@@ -195,9 +197,9 @@ def _try(environ: dict[str, str]) -> bool:
 
 
 Mpi.algorithms = {
-    "allgatherv": {"mpi": _allgatherv, "sends": _by_sends(Route.allgatherv), "ring": _ring},
+    "allgatherv": {"mpi": _allgatherv, "sends": _by_sends(Route.allgatherv), "ring": _ring, "window": _window},
     "gatherv": {"mpi": _gatherv, "sends": _by_sends(Route.gatherv)},
     "scatterv": {"mpi": _scatterv, "sends": _by_sends(Route.scatterv)},
     "alltoallv": {"mpi": _alltoallv, "sends": _by_sends(Route.alltoallv)},
 }
-MPI_ROUTE = Mpi()
+MPI_ROUTE, MPI_ON_GPU = Mpi(), Mpi(on_gpu=True)

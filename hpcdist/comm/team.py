@@ -6,7 +6,7 @@ import secrets
 import struct
 import weakref
 from array import array
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -241,8 +241,7 @@ class Team:
     @cached_property
     def rules(self) -> Rules:
         """The rules by which algorithms are chosen. The same on all ranks."""
-        nodes = Counter(self.node_of)
-        return Rules(Place(len(nodes), max(nodes.values())), self.settings.tuned)
+        return Rules(Place.of(self.node_of), self.size, self.settings.tuned)
 
     @property
     def topology(self) -> Topology:

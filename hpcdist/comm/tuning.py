@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
@@ -33,23 +34,40 @@ ALGORITHMS: dict[str, dict[str, str]] = {
 
 
 class Rule(NamedTuple):
-    """An algorithm, and the calls for which it is the fastest.
+    """An algorithm, and the calls for which it is taken.
 
     Attributes:
         total, skew: bytes of all messages, and bytes of the largest one by those of the mean, from which it applies.
         algorithm: name of the algorithm.
         segment: bytes of a piece, where the algorithm cuts messages.
-        us: microseconds that algorithms take for a call of this total and skew, where they were measured.
     """
 
     total: int
     skew: float
     algorithm: str
     segment: int = 0
-    us: Mapping[str, float] = {}
+
+    @property
+    def label(self) -> str:
+        """The algorithm, and the bytes of its pieces."""
+        return f"{self.algorithm} ({self.segment / 2**20:g} MiB)" if self.segment else self.algorithm
+
+    @property
+    def start(self) -> str:
+        """From where on it applies."""
+        skew = f" and a skew of {self.skew:g}" if self.skew else ""
+        return f" from {self.total:,} bytes{skew} on" if self.total or skew else ""
 
 
-_from = itemgetter(0, 1)  # total and skew, from which a rule applies
+class Sample(NamedTuple):
+    """The times of a call: microseconds of each algorithm."""
+
+    operation: str
+    total: int
+    skew: float
+    us: Mapping[str, float]
+
+
 Table = Mapping[str, Sequence[Rule]]  # of an operation: its rules
 
 
@@ -59,54 +77,68 @@ class Place(NamedTuple):
     nodes: int
     ranks_per_node: int
 
+    @classmethod
+    def of(cls, node_of: Iterable[int]) -> Place:
+        """Return the place of ranks on these nodes."""
+        ranks = Counter(node_of)
+        return cls(len(ranks), max(ranks.values()))
+
+    def __str__(self) -> str:
+        return f"nodes: {self.nodes}, ranks per node: {self.ranks_per_node}"
+
 
 class Tuned(NamedTuple):
-    """The rules of a file.
-
-    Attributes:
-        file: its name.
-        rules: those of each place.
-    """
+    """What a file has for each place where it was measured: rules, and the samples that they come from."""
 
     file: str
     rules: Mapping[Place, Table]
+    samples: Mapping[Place, Sequence[Sample]]
 
 
 class Rules:
     """The rules of a team.
 
     Args:
-        tuned: those of a file, if there is one.
-
-    Attributes:
-        file: name of the file, if it has rules for this place.
+        size: number of ranks.
+        tuned: what a file has, if there is one.
     """
 
-    def __init__(self, place: Place, tuned: Tuned | None) -> None:
-        own = {} if tuned is None else tuned.rules.get(place, {})
-        self.file = tuned.file if tuned is not None and own else ""
-        self._size = place.nodes * place.ranks_per_node
+    def __init__(self, place: Place, size: int, tuned: Tuned | None) -> None:
+        self.place, self._size = place, size
+        self._file, rules, samples = tuned or Tuned("", {}, {})
+        own, self._samples = rules.get(place, {}), samples.get(place, ())
         # The latter ones go before.
-        self._table = {name: [*default(place, name), *sorted(own.get(name, ()), key=_from)] for name in ALGORITHMS}
+        self._table = {name: [*default(place, size, name), *sorted(own.get(name, ()))] for name in ALGORITHMS}
 
-    def choose(self, operation: str, total: int, largest: int) -> Rule:
+    def choose(
+        self, operation: str, total: int, largest: int, usable: Callable[[str], bool] = lambda algorithm: True
+    ) -> Rule:
         """Choose by agreed integers alone.
 
         Args:
             total: bytes of all messages.
             largest: bytes of the largest one.
+            usable: whether an algorithm can carry this call; called for those whose rules apply. Sends always can.
         """
-        skew = largest * self._size / total if total else 1.0
-        return next(rule for rule in reversed(self._table[operation]) if rule.total <= total and rule.skew <= skew)
+        skew = self._skew(total, largest)
+        applying = (rule for rule in reversed(self._table[operation]) if rule.total <= total and rule.skew <= skew)
+        return next((rule for rule in applying if usable(rule.algorithm)), Rule(0, 0, "sends"))
 
-    def reason(self, rule: Rule) -> str:
-        """Explain a rule to the reader of a plan."""
-        if not (rule.total or rule.us):
+    def reason(self, operation: str, rule: Rule, total: int, largest: int) -> str:
+        """Explain a rule to the reader of a plan, with the times of all algorithms in the nearest smaller call that was
+        measured."""
+        skew = self._skew(total, largest)
+        found = [x for x in self._samples if x.operation == operation and x.total <= total and x.skew <= skew]
+        if found:
+            near = max(found, key=itemgetter(1, 2))
+            us = ", ".join(f"{name} takes {us:,.0f} us" for name, us in sorted(near.us.items(), key=itemgetter(1)))
+            return f"{rule.label} is taken{rule.start} ({self._file}: for {near.total:,} bytes, {us})"
+        if not rule.start:
             return ""
-        times = ", ".join(f"{name} takes {us:,.0f} us" for name, us in sorted(rule.us.items(), key=itemgetter(1)))
-        skew = f" and a skew of {rule.skew:g}" if rule.skew else ""
-        source = f" ({self.file}{times and ': '}{times})" if self.file else ""
-        return f"{rule.algorithm} is the fastest from {rule.total:,} bytes{skew} on{source}"
+        return f"{rule.label} is taken{rule.start}, by default; hpcdist tune measures what others take here"
+
+    def _skew(self, total: int, largest: int) -> float:
+        return largest * self._size / total if total else 1.0
 
 
 class _Team(Protocol):
@@ -125,11 +157,11 @@ def forced(team: _Team, operation: str, algorithm: str, segment: int = 0) -> Ite
         table[operation] = kept
 
 
-def default(place: Place, operation: str) -> list[Rule]:
+def default(place: Place, size: int, operation: str) -> list[Rule]:
     """Return the rules without a file: what was the fastest on 2 to 8 ranks of a node (MPICH 5.0.2, Open MPI 4.1.4)."""
     from mpi4py import MPI
 
-    mpich, size = MPI.get_vendor()[0] == "MPICH", place.nodes * place.ranks_per_node
+    mpich = MPI.get_vendor()[0] == "MPICH"
     found = [Rule(0, 0, "mpi")]
     if operation == "scatterv" and not mpich:
         found += [Rule(2**24, 0, "sends")]
@@ -169,10 +201,10 @@ def read(file: str) -> tuple[Tuned, str]:
         The rules, and how the file's fingerprint differs from this job's: they do not apply then.
 
     Raises:
-        ValueError: if it is not a file of this version, or names an unknown operation or algorithm.
-        OSError: if it cannot be read.
+        ValueError: if it cannot be read, is not a file of this version, or names an unknown operation or algorithm.
     """
     rules: dict[Place, dict[str, list[Rule]]] = {}
+    samples: dict[Place, list[Sample]] = {}
     try:
         with open(file, encoding="utf-8") as opened:
             found: Any = json.load(opened)
@@ -180,23 +212,28 @@ def read(file: str) -> tuple[Tuned, str]:
             raise ValueError(f"its format is {version!r}, expected {FORMAT!r}")
         for operation, rows in found["rules"].items():
             for row in rows:
-                place = Place(int(row.pop("nodes")), int(row.pop("ranks_per_node")))
-                rule = _rule(**row)
+                place = Place(int(row["nodes"]), int(row["ranks_per_node"]))
+                rule = Rule(int(row["total"]), float(row["skew"]), row["algorithm"], int(row["segment"]))
                 if rule.algorithm not in ALGORITHMS[operation]:
                     raise ValueError(f"{operation} has no algorithm {rule.algorithm!r}")
+                if not rule.segment >= 0:  # of which pieces cannot be
+                    raise ValueError(f"segment is {rule.segment}")
                 rules.setdefault(place, {}).setdefault(operation, []).append(rule)
+        for row in found["samples"]:
+            place, us = Place(row["nodes"], row["ranks_per_node"]), {name: float(t) for name, t in row["us"].items()}
+            samples.setdefault(place, []).append(Sample(row["operation"], int(row["total"]), float(row["skew"]), us))
         theirs = dict(found["fingerprint"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, OSError) as error:
         text = f"HPCDIST_TUNE: {file}: {type(error).__name__}: {error}; write it anew with python -m hpcdist.tune"
         raise refusal(ValueError, "HD114", text) from None
     own = fingerprint()
     differ = [
         f"{name} is {own[name]!r} here, {theirs.get(name)!r} there" for name in own if own[name] != theirs.get(name)
     ]
-    return Tuned(file, {} if differ else rules), "; ".join(differ)
+    return Tuned(file, {}, {}) if differ else Tuned(file, rules, samples), "; ".join(differ)
 
 
-def merged(before: Any, place: Place, rules: Table, samples: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def merged(before: Any, place: Place, rules: Table, samples: Iterable[Sample]) -> dict[str, Any]:
     """Return the contents of a file with the rules and samples of a place in place of earlier ones.
 
     Args:
@@ -213,11 +250,5 @@ def merged(before: Any, place: Place, rules: Table, samples: Iterable[Mapping[st
 
     for operation, rows in rules.items():
         replaced(operation, found["rules"], [rule._asdict() for rule in rows])
-    replaced("samples", found, list(samples))
+    replaced("samples", found, [sample._asdict() for sample in samples])
     return found
-
-
-def _rule(total: Any, skew: Any, algorithm: str, segment: Any = 0, us: Any = ()) -> Rule:
-    """Return the rule of a row of a file."""
-    times = {str(name): float(time) for name, time in dict(us).items()}
-    return Rule(int(total), float(skew), algorithm, int(segment), times)

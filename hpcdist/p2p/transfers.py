@@ -17,7 +17,7 @@ from torch import Tensor
 from hpcdist import activity
 from hpcdist.comm.context import Context
 from hpcdist.comm.matching import Envelope, with_envelope
-from hpcdist.comm.mpi import memory, pieces
+from hpcdist.comm.messages import memory, pieces
 from hpcdist.comm.team import Group
 from hpcdist.comm.worker import Worker
 from hpcdist.errors import HpcdistError

@@ -150,8 +150,14 @@ class _Together:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self.size > 1 and not isinstance(error, self.agreed):
-            fail(error, f"{self.verb}() {self.what}")
+        if error is not None:
+            self.check(self.verb, self.size, error)
+
+    @classmethod
+    def check(cls, verb: str, size: int, error: BaseException) -> None:
+        """End the job for an error that this rank alone has."""
+        if size > 1 and not isinstance(error, cls.agreed):
+            fail(error, f"{verb}() {cls.what}")
 
 
 class InTransfer(_Together):

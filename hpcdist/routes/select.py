@@ -63,17 +63,12 @@ def _select(verb: str, name: str, team: Team, gpu: list[bool]) -> tuple[Route, s
     if any(gpu) and not route.carries(team, gpu=True):
         from hpcdist.routes.staged import Staged
 
-        return Staged(_through_windows(name, team) or route), why
+        return Staged(route), why
     if not all(gpu) and not route.carries(team, gpu=False):
         text = f"the tensor is on the CPU, and route {name} moves GPU memory only; use route auto"
         raise RankError(verb, {rank: coded("HD207", text) for rank, on_gpu in enumerate(gpu) if not on_gpu})
-    return (None if any(gpu) else _through_windows(name, team)) or route, why
+    if name == "mpi" and any(gpu):
+        from hpcdist.comm.mpi import MPI_ON_GPU  # which imports MPI
 
-
-def _through_windows(name: str, team: Team) -> Route | None:
-    """Return the route that replaces mpi for host memory, in which the ranks of a node share received data."""
-    if name != "mpi":
-        return None
-    from hpcdist.routes import window
-
-    return window.WINDOW_ROUTE if window.helps(team) else None
+        route = MPI_ON_GPU
+    return route, why

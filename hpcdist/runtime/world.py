@@ -449,20 +449,22 @@ def _settings(
         one_system=watch.one_system,
         node_of=tuple(node for node, _ in places),
         memory=tuple(nbytes for _, nbytes in places),
-        tuned=_tuned(private),
+        tuned=_tuned(private, tuning.Place.of(node for node, _ in places)),
         staging=os.path.abspath(asked.staging or staging_folder(nodes.count)),
         child_environ=launcher.without_launcher(os.environ),
         making_group=registration.host.making,
     )
 
 
-def _tuned(comm: MPI.Intracomm) -> tuning.Tuned | None:
+def _tuned(comm: MPI.Intracomm, place: tuning.Place) -> tuning.Tuned | None:
     """Return the rules of the file HPCDIST_TUNE of rank 0. Collective over `comm`; raises the same on all ranks."""
 
     def read() -> tuning.Tuned | None:
         if not (file := os.environ.get("HPCDIST_TUNE")):
             return None
         found, differs = tuning.read(file)
+        if not differs and place not in found.samples:
+            differs = f"it was not measured on {place}"
         if differs:
             warnings.warn(f"HPCDIST_TUNE: the rules of {file} do not apply: {differs}", stacklevel=2)
         return found

@@ -179,7 +179,7 @@ class _Load:
 def _windows(call: _Load) -> dict[str, Window]:
     """Take memory of the node for shared tensors; of those for which it has none, see ``team.unshared``, each rank gets
     its own. Collective."""
-    from hpcdist.routes import window  # which imports MPI
+    from hpcdist.comm import window  # which imports MPI
 
     found = {}
     for key, stored in call.tensors.items():

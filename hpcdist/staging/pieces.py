@@ -232,7 +232,8 @@ def _through_windows(
 ) -> bool:
     """As deliver(), where all ranks want all of it: through memory that the ranks of a node share, so that each byte
     comes to a node once. False on all ranks if that does not help, or cannot be had. Collective."""
-    from hpcdist.routes import window  # which imports MPI
+    from hpcdist.comm import window  # which imports MPI
+    from hpcdist.comm.mpi import MPI_ROUTE
 
     if not window.helps(team):
         return False
@@ -241,7 +242,7 @@ def _through_windows(
     rows = [plan.piece(rank, round_) for rank in range(team.size)]
     places = [nothing if row is None else out[plan.pieces[row].slices()] for row in rows]
     recvs = [_destination(place, scratch, copies) for place in places]
-    if not window.WINDOW_ROUTE.allgather(team, nothing if piece is None else as_bytes(piece), recvs):
+    if not MPI_ROUTE.allgather(team, nothing if piece is None else as_bytes(piece), recvs):
         return False
     for place, block in copies:
         bits(place).copy_(bits(block))

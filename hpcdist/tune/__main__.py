@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from functools import partial
 from itertools import product
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 
 from hpcdist.comm import tuning
 from hpcdist.comm.team import Team
-from hpcdist.comm.tuning import ALGORITHMS, Place, Rule, Rules, Tuned
+from hpcdist.comm.tuning import ALGORITHMS, Place, Rule, Rules, Sample, Tuned
 from hpcdist.compare.byhand import Case, ours
 from hpcdist.compare.timing import Contender, measure, ratio
 from hpcdist.control import objects
@@ -41,33 +41,33 @@ def main(world: World, args: argparse.Namespace) -> int:
     team = team_of()
     if team.size == 1:
         raise InputError("HD505", "expected two ranks or more: mpirun -n 2")
-    place = Place(world.nodes, max(Counter(team.node_of).values()))
+    place = team.rules.place
     before = objects.run_on_root(world.comm, "tune", lambda: _before(args.output))
     found: dict[str, list[Rule]] = {operation: [] for operation in _VERBS}
-    samples, held_out = list[dict[str, Any]](), defaultdict[str, list[tuple[float, float]]](list)
+    samples, held_out = list[Sample](), defaultdict[str, list[tuple[float, float]]](list)
     points = [(*point, False) for point in product(_VERBS, _TOTALS, (False, True))]
     points += [(*point, True) for point in product(_VERBS, _HELD_OUT, (False, True))]
     points = [point for point in points if point[0] != "alltoallv" or not point[2]]
     for operation, total, skewed, checks in progress(points, world, "tune"):
         case, sizes = _case(team, operation, total, skewed)
-        default = Rules(place, None).choose(operation, *sizes)
-        now = Rules(place, Tuned("", {place: found})).choose(operation, *sizes)
-        named = {_name(rule): rule for rule in [default, now, *_candidates(operation, place)]}
+        default = Rules(place, team.size, None).choose(operation, *sizes)
+        now = Rules(place, team.size, Tuned("", {place: found}, {})).choose(operation, *sizes)
+        named = {rule.label: rule for rule in [default, now, *_candidates(operation, place)]}
         contenders = [Contender(name, partial(_forced, team, operation, rule)) for name, rule in named.items()]
         timings = {timing.name: timing for timing in measure(contenders, case, _ROUNDS, args.seconds / len(points))}
         medians = {name: timing.seconds.median for name, timing in timings.items()}
         best = min(medians, key=medians.__getitem__)
         if checks:
-            held_out[operation].append((medians[_name(now)] / medians[best], medians[_name(default)] / medians[best]))
+            held_out[operation].append((medians[now.label] / medians[best], medians[default.label] / medians[best]))
             continue
         skew = sizes[1] * team.size / sizes[0]
         us = {name: round(median * 1e6, 1) for name, median in medians.items()}
-        samples.append({"operation": operation, "total": sizes[0], "skew": round(skew, 2), "us": us})
-        gain = ratio(timings[best], timings[_name(default)])
+        samples.append(Sample(operation, sizes[0], int(100 * skew) / 100, us))
+        gain = ratio(timings[best], timings[default.label])
         chosen = named[best] if gain is not None and gain.median < _GAIN and gain.high < 1 else default
-        if _name(chosen) != _name(now):
-            least = int(100 * skew) / 100 if skewed else 0  # even calls are those without more skew
-            found[operation].append(Rule(sizes[0], least, chosen.algorithm, chosen.segment, us))
+        if chosen.label != now.label:
+            least = samples[-1].skew if skewed else 0  # even calls are those without more skew
+            found[operation].append(Rule(sizes[0], least, chosen.algorithm, chosen.segment))
         del case
     objects.run_on_root(world.comm, "tune", lambda: _write(args.output, tuning.merged(before, place, found, samples)))
     if world.rank == 0:
@@ -98,10 +98,6 @@ def _candidates(operation: str, place: Place) -> list[Rule]:
     return [Rule(0, 0, name, segment) for name in names for segment in _SEGMENTS.get(name, (0,))]
 
 
-def _name(rule: Rule) -> str:
-    return f"{rule.algorithm}, {show_bytes(rule.segment)}" if rule.segment else rule.algorithm
-
-
 def _forced(team: Team, operation: str, rule: Rule, case: Case) -> Any:
     with tuning.forced(team, operation, rule.algorithm, rule.segment):
         return ours(case, out=case.out)
@@ -126,7 +122,7 @@ def _write(name: str, contents: dict[str, Any]) -> None:
 
 def _report(place: Place, found: dict[str, list[Rule]], held_out: dict[str, list[tuple[float, float]]]) -> str:
     rules = [
-        [operation, show_bytes(rule.total), f"{rule.skew:g}", _name(rule), f"{min(rule.us.values()):g}"]
+        [operation, show_bytes(rule.total), f"{rule.skew:g}", rule.label]
         for operation, rules in found.items()
         for rule in rules
     ]
@@ -134,11 +130,10 @@ def _report(place: Place, found: dict[str, list[Rule]], held_out: dict[str, list
         [operation, len(ratios), *(f"{max(over) - 1:.0%}" for over in zip(*ratios, strict=True))]
         for operation, ratios in held_out.items()
     ]
-    where = f"{plural(place.nodes, 'node')}, {plural(place.ranks_per_node, 'rank')} per node"
     return "\n\n".join(
         [
-            f"{where}: {plural(len(rules), 'rule')}, each from its total and skew on",
-            *([table(["operation", "from total", "from skew", "algorithm", "us"], rules)] if rules else []),
+            f"{place}: {plural(len(rules), 'rule')}, each from its total and skew on",
+            *([table(["operation", "from total", "from skew", "algorithm"], rules)] if rules else []),
             "Other sizes, as a check: by how much a call is slower than the fastest algorithm, at most",
             table(["operation", "sizes", "by these rules", "by the default"], checks),
         ]

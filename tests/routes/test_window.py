@@ -15,10 +15,9 @@ from mpi4py import MPI
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist.comm import tuning
+from hpcdist.comm import messages, tuning, window
 from hpcdist.comm.team import Team
 from hpcdist.layout import limits
-from hpcdist.routes import window
 from hpcdist.tensors import shared_memory
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
@@ -33,13 +32,14 @@ PLACES = {  # the node of each rank
     "a node a rank": lambda size: tuple(range(size)),
 }
 LARGE = 40_000  # elements a rank, of float32: above the limits
+BY_WINDOW = {"allgatherv": "window"}
 
 
 @pytest.fixture(params=["large pieces", "small pieces"])
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small messages take the way of large ones; and are cut, where the limits are lowered, too."""
     monkeypatch.setattr(window, "SHARED_LEAST", 0)
-    monkeypatch.setattr(tuning, "default", lambda *_: [tuning.Rule(0, 0, "window")])
+    monkeypatch.setattr(tuning, "default", lambda _, __, name: [tuning.Rule(0, 0, BY_WINDOW.get(name, "mpi"))])
     monkeypatch.setattr(window, "_MESSAGE", 16)
     if request.param == "small pieces":
         monkeypatch.setattr(limits, "PIECE", 40)
@@ -97,17 +97,17 @@ def test_structures_come_through_the_windows(world: hd.World, comm: MPI.Intracom
 def test_each_byte_crosses_a_wire_once(world: hd.World, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where ranks share what comes over a wire. Counted where the messages are handed to MPI; shared and private
     results, and all local ranks take part."""
-    received, real, team = [], window.MPI_ROUTE.start, _team(world, comm)
+    received, real, team = [], messages.start, _team(world, comm)
     helps, nodes = window.helps(team), team.topology.nodes
     assert_on_all_ranks(world.comm, helps == (1 < len(nodes) < comm.size), nodes)
     if not helps:
         return
 
-    def spy(self: object, team: Team, sends: list[tuple[int, Tensor]], recvs: list[tuple[int, Tensor]]) -> object:
+    def spy(team: Team, sends: list[tuple[int, Tensor]], recvs: list[tuple[int, Tensor]]) -> object:
         received.append(sum(view.nbytes for _, view in recvs))
         return real(team, sends, recvs)
 
-    monkeypatch.setattr(type(window.MPI_ROUTE), "start", spy)
+    monkeypatch.setattr(messages, "start", spy)
     shard = torch.full((4 * LARGE,), float(comm.rank))
     others = (comm.size - len(team.topology.local_ranks)) * shard.nbytes
     for shared in (True, False):

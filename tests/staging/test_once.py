@@ -19,9 +19,8 @@ from mpi4py import MPI
 
 import hpcdist as hd
 from hpcdist import staging
-from hpcdist.comm import mpi
+from hpcdist.comm import mpi, window
 from hpcdist.formats import plain
-from hpcdist.routes import window
 from hpcdist.staging.reader import TensorReader
 from hpcdist.tensors.storage import Scratch
 

@@ -3,8 +3,8 @@
 Every rank writes its shard into the window of its node. Then the nodes exchange the missing data, from and into
 their windows. Each rank of a node sends and receives a part, which uses all of them for the network.
 
-The route takes the place of the route mpi for host memory, where a team has several nodes and several ranks on one of
-them: MPI's own Allgatherv brings every rank its own copy over the wire.
+It is an algorithm of the route mpi for host memory, where a team has several nodes and several ranks on one of them:
+MPI's own Allgatherv brings every rank its own copy over the wire.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from hpcdist import activity, layout
-from hpcdist.comm.mpi import MPI_ROUTE, Mpi
-from hpcdist.comm.route import Ints, Message, Method, Route, cut
-from hpcdist.comm.tuning import Rule
+from hpcdist.comm import messages
+from hpcdist.comm.route import Ints, Message, Method
 from hpcdist.comm.windows import Topology, Window, by_node
 from hpcdist.layout import Box, limits
 from hpcdist.tensors.storage import as_bytes, copyable, row_major
@@ -196,11 +195,8 @@ def _exchange(
         (rank, view, view if view.is_contiguous() else torch.empty_like(view, memory_format=torch.contiguous_format))
         for rank, view in recvs
     ]
-    requests = MPI_ROUTE.start(
-        team,
-        [(rank, as_bytes(row_major(view))) for rank, view in sends],
-        [(rank, as_bytes(buffer)) for rank, _, buffer in whole],
-    )
+    packed = [(rank, as_bytes(row_major(view))) for rank, view in sends]  # lives until it is sent
+    requests = messages.start(team, packed, [(rank, as_bytes(buffer)) for rank, _, buffer in whole])
     meanwhile()
     for request in requests:
         request.Wait()
@@ -257,49 +253,28 @@ class _Rounds:
                 block[at : at + length].copy_(memory[start : start + length])
 
 
-class _Window(Mpi):
-    """The route mpi, with an Allgatherv that brings each byte into a node once."""
+def in_rounds(team: Team, send: Tensor, blocks: Sequence[Tensor]) -> bool:
+    """Gather the `send` of all ranks into `blocks` through a window of the node. Collective.
 
-    def rule(self, team: Team, operation: str, total: int, largest: int) -> Rule:
-        found = super().rule(team, operation, total, largest)
-        if found.algorithm == "window" and team.windows.problem is not None:
-            return found._replace(algorithm="sends")
-        return found
+    Returns:
+        Whether there is a window. The same on all ranks.
+    """
+    rounds = _Rounds([block.numel() for block in blocks])
+    window = team.windows.take(rounds.nbytes)
+    if window is None:
+        return False
+    memory, me, node = window.bytes, team.rank, team.topology.comm
+    rounds.write(memory, 0, send, me)
+    for turn in range(rounds.number):
+        node.Barrier()  # the round is written, and the one before it received, by all ranks of this node
+        activity.touch()
+        exchanged = _messages(team.topology, me, rounds.memory(memory, turn), rounds.matrix(turn))
 
-    def allgather(self, team: Team, send: Tensor, blocks: Sequence[Tensor]) -> bool:
-        counts = [block.numel() for block in blocks]
-        chosen = self.rule(team, "allgatherv", sum(counts), max(counts)).algorithm
-        return chosen == "window" and self.in_rounds(team, send, blocks)
+        def meanwhile(turn: int = turn) -> None:
+            rounds.write(memory, turn + 1, send, me)
+            rounds.read(memory, turn - 1, blocks)
 
-    def in_rounds(self, team: Team, send: Tensor, blocks: Sequence[Tensor]) -> bool:
-        """Gather in a window of the node. Return whether there is one."""
-        rounds = _Rounds([block.numel() for block in blocks])
-        window = team.windows.take(rounds.nbytes)
-        if window is None:
-            return False
-        memory, me, node = window.bytes, team.rank, team.topology.comm
-        rounds.write(memory, 0, send, me)
-        for turn in range(rounds.number):
-            node.Barrier()  # the round is written, and the one before it received, by all ranks of this node
-            activity.touch()
-            messages = _messages(team.topology, me, rounds.memory(memory, turn), rounds.matrix(turn))
-
-            def meanwhile(turn: int = turn) -> None:
-                rounds.write(memory, turn + 1, send, me)
-                rounds.read(memory, turn - 1, blocks)
-
-            _exchange(team, *messages, meanwhile)
-        node.Barrier()
-        rounds.read(memory, rounds.number - 1, blocks)
-        return True
-
-
-def _in_window(
-    route: _Window, team: Team, segment: int, send: Tensor, recv: Tensor, counts: Ints, displs: Ints
-) -> None:
-    if not route.in_rounds(team, as_bytes(send), cut(recv, counts, displs)):
-        Route.allgatherv(route, team, send, recv, counts, displs)
-
-
-_Window.algorithms = Mpi.algorithms | {"allgatherv": {**Mpi.algorithms["allgatherv"], "window": _in_window}}
-WINDOW_ROUTE = _Window()
+        _exchange(team, *exchanged, meanwhile)
+    node.Barrier()
+    rounds.read(memory, rounds.number - 1, blocks)
+    return True
