@@ -104,7 +104,7 @@ _HELP = {
     "stage_env": "first copy the environment to every node's own disk",
     "apptainer": "Apptainer or Singularity image in which the ranks run",
     "pyxis": "image in which the ranks run, for Slurm with Pyxis",
-    "mounts": "folder to mount in the container, beside the current one; may be repeated",
+    "mounts": "folder to mount in the container, in addition to the current one; may be repeated",
     "directives": "any other option of the scheduler, such as mail-type=END; may be repeated",
 }
 _CHOICES = {"kind": KINDS, "scheduler": SCHEDULERS, "launcher": LAUNCHERS, "bind": BINDINGS}

@@ -149,7 +149,9 @@ def parser() -> Parser:
         "noise. Other sizes check the rules. Rules of other numbers of nodes and ranks in the file stay.",
         epilog="example: mpirun -n 4 python -m hpcdist.tune -o tune.json",
     )
-    p.add_argument("-o", "--output", type=path, default="tune.json", metavar="FILE", help="(default tune.json)")
+    p.add_argument(
+        "-o", "--output", type=path, default="tune.json", metavar="FILE", help="file to write (default tune.json)"
+    )
     p.add_argument("--seconds", type=int, default=120, help="target duration (default 120)")
     return p
 
