@@ -35,8 +35,12 @@ def _at_root(x: Tensor, root: int) -> list[Tensor] | None:
     return _lists(x) if dist.get_rank() == root else None
 
 
-def _single(old: str, new: str) -> Callable[..., object]:
-    return getattr(dist, new, None) or getattr(dist, old)  # type: ignore[no-any-return]
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x.repeat(dist.get_world_size())
 
 
 CALLS: dict[str, Callable[[Tensor], object]] = {
@@ -45,19 +49,13 @@ CALLS: dict[str, Callable[[Tensor], object]] = {
     "broadcast": lambda x: dist.broadcast(x, 0),
     "reduce": lambda x: dist.reduce(x, 0),
     "all_gather": lambda x: dist.all_gather(_lists(x), x),
-    "all_gather_single": lambda x: _single("all_gather_into_tensor", "all_gather_single")(
-        x.repeat(dist.get_world_size()), x
-    ),
+    "all_gather_single": lambda x: all_gather_single(_whole(x), x),
     "reduce_scatter": lambda x: dist.reduce_scatter(x, _lists(x)),
-    "reduce_scatter_single": lambda x: _single("reduce_scatter_tensor", "reduce_scatter_single")(
-        x.clone(), x.repeat(dist.get_world_size())
-    ),
+    "reduce_scatter_single": lambda x: reduce_scatter_single(x.clone(), _whole(x)),
     "gather": lambda x: dist.gather(x, _at_root(x, 0), 0),
     "scatter": lambda x: dist.scatter(x, _at_root(x, 0), 0),
     "all_to_all": lambda x: dist.all_to_all(_lists(x), _lists(x)),
-    "all_to_all_single": lambda x: dist.all_to_all_single(
-        x.repeat(dist.get_world_size()), x.repeat(dist.get_world_size())
-    ),
+    "all_to_all_single": lambda x: dist.all_to_all_single(_whole(x), _whole(x)),
 }
 
 
@@ -121,16 +119,10 @@ def test_operations_and_roots(n: int, world: hd.World) -> None:
 
 @pytest.mark.mpi(min_size=2)
 def test_sizes_of_every_pair_of_ranks(world: hd.World) -> None:
-    """Sizes that differ by pair, and are right; then one of them is not, also where the sums of all are the same."""
+    """One of them is not right, also where the sums of all are the same: see test_operations.py for right ones."""
     rank, size = world.rank, world.world_size
-    outs = [torch.zeros(100 * i + rank) for i in range(size)]
-    dist.all_to_all(outs, [torch.full((100 * rank + i,), float(rank)) for i in range(size)])
-    assert_on_all_ranks(world.comm, all(bool((out == i).all()) for i, out in enumerate(outs)), outs)
     splits = [[1 + (source + dest) % 3 for dest in range(size)] for source in range(size)]
     sent, expected = splits[rank], [splits[source][rank] for source in range(size)]
-    out = torch.zeros(sum(expected), 2)
-    dist.all_to_all_single(out, torch.full((sum(sent), 2), float(rank)), expected, sent)
-    assert_on_all_ranks(world.comm, out[:, 0].tolist() == [i for i in range(size) for _ in range(expected[i])], out)
     if rank == 0:  # as many rows as before, for other ranks
         sent = [sent[0] + 1, sent[1] - 1, *sent[2:]]
     x = torch.zeros(sum(sent), 2)
@@ -213,9 +205,7 @@ def test_what_a_rank_does_not_write_needs_none(world: hd.World) -> None:
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("np", [2, 3])
-@pytest.mark.parametrize("level", ["OFF", "DETAIL"])
-def test_also_in_torchs_own_wrapper(np: int, level: str) -> None:
-    job = mpirun(np, PROGRAM, env={"TORCH_DISTRIBUTED_DEBUG": level})
+def test_also_in_torchs_own_wrapper() -> None:
+    job = mpirun(3, PROGRAM, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
     assert job.status == 0, job.err
-    assert job.out.count("survived") == np
+    assert job.out.count("survived") == 3

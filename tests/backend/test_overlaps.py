@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -24,152 +24,132 @@ Places = list[Tensor]  # for each tensor of a list: the places of its elements i
 
 
 class Draw:
-    """A random call: where the tensors of each rank lie, in memory of which all ranks know the values."""
+    """A random call: where the tensors of each rank lie, in memory of which all ranks know the values.
 
-    def __init__(self, world: hd.World, n: int, turn: int) -> None:
+    Of each rank: outputs and inputs, one for each rank; an output and an input with rows of all ranks; two more.
+    """
+
+    def __init__(self, world: hd.World, rows: int, turn: int) -> None:
         self.size, self.rank, self.root = world.world_size, world.rank, turn % world.world_size
+        self.rows = rows
         choose = random.Random(turn)
-        self.rows = n
         self.before = [torch.arange(float(MEMORY)) + 1000 * rank for rank in range(self.size)]
         self.memory = self.before[self.rank].clone()
-        self.places = [
-            [self._places(choose, count) for count in (*[n] * (2 * self.size), *[n * self.size] * 2, n, n)]
-            for _ in range(self.size)
-        ]
+        counts = [rows] * (2 * self.size) + [rows * self.size] * 2 + [rows] * 2
+        self.places = [[_places(choose, count) for count in counts] for _ in range(self.size)]
+        mine, n = self.places[self.rank], self.size
+        self.outs, self.ins, self.whole, self.two = mine[:n], mine[n : 2 * n], mine[2 * n : -2], mine[-2:]
 
-    @staticmethod
-    def _places(choose: random.Random, n: int) -> Tensor:
-        step = choose.choice([1, 1, 1, 2])
-        start = choose.randrange(0, MEMORY - step * n, choose.choice([1, n]))
-        return torch.arange(MEMORY)[start : start + step * n : step]
+    def at(self, places: Places) -> list[Tensor]:
+        """The tensors at these places of this rank's memory; in a storage of their own, in which torch sees nothing."""
+        memory = self.memory.numpy()
+        return [torch.from_numpy(memory[int(p[0]) : int(p[-1]) + 1 : int(p[1] - p[0])]) for p in places]
 
-    def outs(self, rank: int) -> Places:
-        return self.places[rank][: self.size]
+    def one(self, places: Tensor) -> Tensor:
+        return self.at([places])[0]
 
-    def ins(self, rank: int) -> Places:
-        return self.places[rank][self.size : 2 * self.size]
+    def sent(self, number: int) -> list[Tensor]:
+        """What each rank has in its tensor of that number."""
+        return [memory[own[number]] for memory, own in zip(self.before, self.places, strict=True)]
 
-    def whole(self, rank: int) -> Places:
-        """One output and one input with elements of all ranks."""
-        return self.places[rank][2 * self.size : -2]
+    @property
+    def first(self) -> list[Tensor]:
+        return self.sent(self.size)
 
-    def two(self, rank: int) -> Places:
-        """Two tensors more, on any number of ranks."""
-        return self.places[rank][-2:]
+    @property
+    def mine(self) -> list[Tensor]:
+        """Of each rank, the input for this rank."""
+        return self.sent(self.size + self.rank)
 
-    def at(self, places: Tensor) -> Tensor:
-        """The tensor at these places of this rank's memory; in a storage of its own, in which torch sees nothing."""
-        step = int(places[1] - places[0])
-        view = self.memory.numpy()[int(places[0]) : int(places[-1]) + 1 : step]
-        return torch.from_numpy(view)
+    @property
+    def rows_for_me(self) -> list[Tensor]:
+        return [x.split(self.rows)[self.rank] for x in self.sent(2 * self.size + 1)]
 
-    def tensors(self, places: Places) -> list[Tensor]:
-        return list(map(self.at, places))
+    def if_root(self, x: list[Tensor]) -> list[Tensor] | None:
+        return x if self.rank == self.root else None
 
-    def sent(self, rank: int, places: Tensor) -> Tensor:
-        return self.before[rank][places]
-
-    def part(self, rank: int, dest: int) -> Tensor:
-        """What a rank sends to another one, of an input with elements for all ranks."""
-        return self.sent(rank, self.whole(rank)[1])[dest * self.rows : (dest + 1) * self.rows]
+    def lists(self) -> tuple[Places, list[list[Tensor]]]:
+        """Two outputs for each rank."""
+        outs = [*self.outs, *reversed(self.outs)]
+        return outs, [self.at([outs[i], outs[self.size + i]]) for i in range(self.size)]
 
 
-Step = Callable[[Draw], Iterator[tuple[Tensor, Tensor]]]
-"""Makes a call, and yields what it writes, in order: places of this rank's memory, and values."""
+def _places(choose: random.Random, n: int) -> Tensor:
+    step = choose.choice([1, 1, 1, 2])
+    start = choose.randrange(0, MEMORY - step * n, choose.choice([1, n]))
+    return torch.arange(MEMORY)[start : start + step * n : step]
 
 
-def all_gather(draw: Draw) -> Iterator[tuple[Tensor, Tensor]]:
-    dist.all_gather(draw.tensors(draw.outs(draw.rank)), draw.at(draw.ins(draw.rank)[0]))
-    yield from zip(draw.outs(draw.rank), (draw.sent(r, draw.ins(r)[0]) for r in range(draw.size)), strict=True)
+def _sum(parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts).sum(0)
 
 
-def gather(draw: Draw) -> Iterator[tuple[Tensor, Tensor]]:
-    is_root = draw.rank == draw.root
-    outs = draw.tensors(draw.outs(draw.rank)) if is_root else None
-    dist.gather(draw.at(draw.ins(draw.rank)[0]), outs, draw.root)
-    if is_root:
-        yield from zip(draw.outs(draw.rank), (draw.sent(r, draw.ins(r)[0]) for r in range(draw.size)), strict=True)
-
-
-def scatter(draw: Draw) -> Iterator[tuple[Tensor, Tensor]]:
-    out = draw.outs(draw.rank)[0]
-    xs = draw.tensors(draw.ins(draw.rank)) if draw.rank == draw.root else None
-    dist.scatter(draw.at(out), xs, draw.root)
-    yield out, draw.sent(draw.root, draw.ins(draw.root)[draw.rank])
-
-
-def all_to_all(draw: Draw) -> Iterator[tuple[Tensor, Tensor]]:
-    dist.all_to_all(draw.tensors(draw.outs(draw.rank)), draw.tensors(draw.ins(draw.rank)))
-    values = (draw.sent(r, draw.ins(r)[draw.rank]) for r in range(draw.size))
-    yield from zip(draw.outs(draw.rank), values, strict=True)
-
-
-def all_to_all_one(draw: Draw) -> Iterator[tuple[Tensor, Tensor]]:
-    out, x = draw.whole(draw.rank)
-    dist.all_to_all_single(draw.at(out), draw.at(x))
-    yield out, torch.cat([draw.part(r, draw.rank) for r in range(draw.size)])
-
-
-def all_gather_one(draw: Draw) -> Iterator[tuple[Tensor, Tensor]]:
-    out = draw.whole(draw.rank)[0]
-    all_gather_single(draw.at(out), draw.at(draw.ins(draw.rank)[0]))
-    yield out, torch.cat([draw.sent(r, draw.ins(r)[0]) for r in range(draw.size)])
-
-
-def reduce_scatter(draw: Draw) -> Iterator[tuple[Tensor, Tensor]]:
-    out = draw.outs(draw.rank)[0]
-    dist.reduce_scatter(draw.at(out), draw.tensors(draw.ins(draw.rank)))
-    yield out, torch.stack([draw.sent(r, draw.ins(r)[draw.rank]) for r in range(draw.size)]).sum(0)
-
-
-def reduce_scatter_one(draw: Draw) -> Iterator[tuple[Tensor, Tensor]]:
-    out = draw.outs(draw.rank)[0]
-    reduce_scatter_single(draw.at(out), draw.at(draw.whole(draw.rank)[1]))
-    yield out, torch.stack([draw.part(r, draw.rank) for r in range(draw.size)]).sum(0)
-
-
-def all_reduce_coalesced(draw: Draw) -> Iterator[tuple[Tensor, Tensor]]:
-    dist.all_reduce_coalesced(draw.tensors(draw.ins(draw.rank)))
-    for i, places in enumerate(draw.ins(draw.rank)):
-        yield places, torch.stack([draw.sent(r, draw.ins(r)[i]) for r in range(draw.size)]).sum(0)
-
-
-def all_gather_coalesced(draw: Draw) -> Iterator[tuple[Tensor, Tensor]]:
-    """Two inputs of each rank; the list of rank i has those of rank i."""
-    outs = [*draw.outs(draw.rank), *reversed(draw.outs(draw.rank))]
-    lists = [draw.tensors([outs[i], outs[draw.size + i]]) for i in range(draw.size)]
-    dist.all_gather_coalesced(lists, draw.tensors(draw.two(draw.rank)))
-    for turn in range(2):
-        for i in range(draw.size):
-            yield outs[draw.size * turn + i], draw.sent(i, draw.two(i)[turn])
-
-
-def reduce_scatter_coalesced(draw: Draw) -> Iterator[tuple[Tensor, Tensor]]:
-    outs = draw.two(draw.rank)
-    x = draw.whole(draw.rank)[1]
+def _reduce_scatter_coalesced(draw: Draw) -> None:
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    backend.reduce_scatter_tensor_coalesced(draw.tensors(outs), [draw.at(x)] * 2).wait()
-    for out in outs:
-        yield out, torch.stack([draw.part(r, draw.rank) for r in range(draw.size)]).sum(0)
+    backend.reduce_scatter_tensor_coalesced(draw.at(draw.two), [draw.one(draw.whole[1])] * 2).wait()
 
 
-STEPS: list[Step] = [
-    *(all_gather, gather, scatter, all_to_all, all_to_all_one, all_gather_one, reduce_scatter, reduce_scatter_one),
-    *(all_reduce_coalesced, all_gather_coalesced, reduce_scatter_coalesced),
-]
+Step = tuple[Callable[[Draw], object], Callable[[Draw], Iterable[Tensor]], Callable[[Draw], Iterable[Tensor]]]
+STEPS: dict[str, Step] = {  # a call, and the places that it writes, in order, and the values
+    "all_gather": (
+        lambda d: dist.all_gather(d.at(d.outs), d.one(d.ins[0])),
+        *(lambda d: d.outs, lambda d: d.first),
+    ),
+    "gather": (
+        lambda d: dist.gather(d.one(d.ins[0]), d.if_root(d.at(d.outs)), d.root),
+        *(lambda d: d.if_root(d.outs) or [], lambda d: d.if_root(d.first) or []),
+    ),
+    "scatter": (
+        lambda d: dist.scatter(d.one(d.outs[0]), d.if_root(d.at(d.ins)), d.root),
+        *(lambda d: d.outs[:1], lambda d: [d.mine[d.root]]),
+    ),
+    "all_to_all": (
+        lambda d: dist.all_to_all(d.at(d.outs), d.at(d.ins)),
+        *(lambda d: d.outs, lambda d: d.mine),
+    ),
+    "all_to_all_single": (
+        lambda d: dist.all_to_all_single(*d.at(d.whole)),
+        *(lambda d: d.whole[:1], lambda d: [torch.cat(d.rows_for_me)]),
+    ),
+    "all_gather_single": (
+        lambda d: all_gather_single(d.one(d.whole[0]), d.one(d.ins[0])),
+        *(lambda d: d.whole[:1], lambda d: [torch.cat(d.first)]),
+    ),
+    "reduce_scatter": (
+        lambda d: dist.reduce_scatter(d.one(d.outs[0]), d.at(d.ins)),
+        *(lambda d: d.outs[:1], lambda d: [_sum(d.mine)]),
+    ),
+    "reduce_scatter_single": (
+        lambda d: reduce_scatter_single(d.one(d.outs[0]), d.one(d.whole[1])),
+        *(lambda d: d.outs[:1], lambda d: [_sum(d.rows_for_me)]),
+    ),
+    "all_reduce_coalesced": (
+        lambda d: dist.all_reduce_coalesced(d.at(d.ins)),
+        *(lambda d: d.ins, lambda d: [_sum(d.sent(d.size + i)) for i in range(d.size)]),
+    ),
+    "all_gather_coalesced": (
+        lambda d: dist.all_gather_coalesced(d.lists()[1], d.at(d.two)),
+        *(lambda d: d.lists()[0], lambda d: [*d.sent(-2), *d.sent(-1)]),
+    ),
+    "reduce_scatter_coalesced": (
+        _reduce_scatter_coalesced,
+        *(lambda d: d.two, lambda d: [_sum(d.rows_for_me)] * 2),
+    ),
+}
 
 
 @pytest.mark.parametrize("packed", [None, 0], ids=["small", "as if large"])
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-def test_as_from_copies(step: Step, packed: int | None, world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", STEPS)
+def test_as_from_copies(name: str, packed: int | None, world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
     if packed is not None:
         monkeypatch.setattr(collectives, "PACKED", packed)
-    findings = Findings(world.comm)
+    findings, (call, written, values) = Findings(world.comm), STEPS[name]
     for turn in range(DRAWS):
         draw = Draw(world, 2 + turn % 3, turn)
         expected = draw.memory.clone()
-        for places, values in step(draw):
-            expected[places] = values
+        call(draw)
+        for places, value in zip(written(draw), values(draw), strict=True):
+            expected[places] = value
         findings.same(draw.memory, expected, f"draw {turn}: {draw.places[world.rank]}")
     findings.settle()
 
@@ -190,12 +170,9 @@ def test_lists_that_hold_the_input(count: int, world: hd.World) -> None:
         for i, out in enumerate(outs):
             findings.same(out, of(i), f"all_gather from {i}, x is outs[{other}]")
         xs = [of(rank, i) for i in range(size)]
-        dist.scatter(xs[(root + 1) % size] if rank == root else xs[0], xs if rank == root else None, root)
-        findings.same(xs[(root + 1) % size] if rank == root else xs[0], of(root, rank), "scatter into xs")
-        xs = [of(rank, i) for i in range(size)]
-        dist.all_to_all(xs, xs)
-        for i, x in enumerate(xs):
-            findings.same(x, of(i, rank), f"all_to_all in place from {i}")
+        out = xs[(root + 1) % size] if rank == root else xs[0]
+        dist.scatter(out, xs if rank == root else None, root)
+        findings.same(out, of(root, rank), "scatter into xs")
         outs = [torch.zeros(count)] * size
         dist.all_gather(outs, of(rank))
         findings.same(outs[0], of(size - 1), "all_gather into one tensor: the last one stays")
@@ -205,24 +182,26 @@ def test_lists_that_hold_the_input(count: int, world: hd.World) -> None:
 def test_columns_of_one_row_in_place(world: hd.World) -> None:
     """Torch keeps the stride of a dim of 1, by which two views of the same memory differ."""
     findings, rank, size = Findings(world.comm), world.rank, world.world_size
+    ranks, mine, is_root = list(range(size)), [rank] * size, rank == 0
 
     def row(values: list[int]) -> Tensor:
         return torch.tensor(values).repeat_interleave(collectives.PACKED)[None]
 
-    def columns() -> list[Tensor]:
-        return list(x.chunk(size, 1))
-
-    ranks = list(range(size))
-    x = row([rank] * size)
-    dist.all_gather(columns(), columns()[rank])
-    findings.same(x, row(ranks), "all_gather")
-    x = row([rank] * size)
-    dist.gather(columns()[rank], columns() if rank == 0 else None)
-    findings.same(x, row(ranks if rank == 0 else [rank] * size), "gather")
-    x = row(ranks if rank == 0 else [-1] * size)
-    dist.scatter(columns()[rank], columns() if rank == 0 else None)
-    findings.same(x, row(ranks if rank == 0 else [rank if i == rank else -1 for i in ranks]), "scatter")
-    x = row([100 * rank + i for i in ranks])
-    dist.all_to_all(columns(), columns())
-    findings.same(x, row([100 * i + rank for i in ranks]), "all_to_all")
+    calls: dict[str, tuple[Callable[[list[Tensor]], object], list[int], list[int]]] = {
+        "all_gather": (lambda xs: dist.all_gather(xs, xs[rank]), mine, ranks),
+        "gather": (lambda xs: dist.gather(xs[rank], xs if is_root else None), mine, ranks if is_root else mine),
+        "scatter": (
+            lambda xs: dist.scatter(xs[rank], xs if is_root else None),
+            ranks if is_root else [-1] * size,
+            ranks if is_root else [rank if i == rank else -1 for i in ranks],
+        ),
+        "all_to_all": (
+            lambda xs: dist.all_to_all(xs, xs),
+            *([100 * rank + i for i in ranks], [100 * i + rank for i in ranks]),
+        ),
+    }
+    for name, (call, before, after) in calls.items():
+        x = row(before)
+        call(list(x.chunk(size, 1)))
+        findings.same(x, row(after), name)
     findings.settle()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from cases import part, whole_of
 from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 from mpi4py import MPI
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import hpcdist as hd
@@ -23,30 +22,16 @@ from hpcdist.comm import mpi
 pytestmark = pytest.mark.mpi
 
 
-def test_the_world_is_one_team(world: hd.World) -> None:
-    """Whatever it is called: no second communicator is made for it."""
-    findings = Findings(world.comm)
+def test_teams(world: hd.World) -> None:
+    """The world is one, whatever it is called; others have ranks in the order of the communicator, and are kept."""
+    findings, size, team_of = Findings(world.comm), world.world_size, world._context.team_of
     for group in (None, world.comm, MPI.COMM_WORLD, world.group, dist.group.WORLD):
-        findings.check(world._context.team_of(group) is world._context.team, f"{group!r}")
-    findings.settle()
-
-
-def test_a_group_keeps_its_team(world: hd.World) -> None:
-    comm, group = world.comm.Split(0, -world.rank), dist.new_group([0])
-    findings = Findings(world.comm)
-    findings.check(world._context.team_of(comm) is world._context.team_of(comm), "communicator")
-    if world.rank == 0:
-        findings.check(world._context.team_of(group) is world._context.team_of(group), "torch group")
-    findings.settle()
-
-
-def test_ranks_in_the_order_of_the_communicator(world: hd.World) -> None:
-    size = world.world_size
-    team = world._context.team_of(world.comm.Split(0, -world.rank))
-    findings = Findings(world.comm)
-    findings.check(team.rank == size - 1 - world.rank, f"rank {team.rank}")
-    findings.check(team.size == size, f"size {team.size}")
-    findings.check(team.peers == list(reversed(range(size))), f"peers {team.peers}")
+        findings.check(team_of(group) is world._context.team, f"{group!r}")
+    comm = world.comm.Split(0, -world.rank)
+    team = team_of(comm)
+    findings.check(team is team_of(comm), "two teams of one communicator")
+    found = (team.rank, team.size, team.peers)
+    findings.check(found == (size - 1 - world.rank, size, list(reversed(range(size)))), found)
     findings.check(world._context.team.peers == list(range(size)), f"peers of the world {world._context.team.peers}")
     findings.settle()
 
@@ -68,16 +53,20 @@ def test_a_copy_of_a_communicator_has_a_team_of_its_own(world: hd.World) -> None
 @pytest.fixture(params=["Dup", "new_group"])
 def twins(request: pytest.FixtureRequest, world: hd.World) -> Iterator[list[Any]]:
     """Two groups that both have all ranks of the world, in its order."""
-    if request.param == "Dup":
-        comms = [world.comm.Dup(), world.comm.Dup()]
-        yield comms
-        for comm in comms:
-            comm.Free()
-    else:
-        groups = [dist.new_group(list(range(world.world_size))) for _ in range(2)]
-        yield groups
-        for group in groups:
-            dist.destroy_process_group(group)
+    make = world.comm.Dup if request.param == "Dup" else dist.new_group
+    groups = [make() for _ in range(2)]
+    yield groups
+    for group in groups:
+        _end(group)
+
+
+def _in_threads(step: Callable[[int], object], count: int) -> None:
+    threads = [threading.Thread(target=step, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads), "a thread waits for ever"
 
 
 def test_groups_of_the_same_ranks_are_kept_apart(world: hd.World, twins: list[Any]) -> None:
@@ -98,11 +87,7 @@ def test_groups_of_the_same_ranks_are_kept_apart(world: hd.World, twins: list[An
         for turn in range(20):
             found[i].append(hd.concat(torch.tensor([i, world.rank, turn]), group=twins[i]).tolist())
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    _in_threads(work, 2)
     for i in range(2):
         expected = [[part for rank in range(size) for part in (i, rank, turn)] for turn in range(20)]
         findings.check(found[i] == expected, f"thread {i} got {found[i][:2]}")
@@ -268,25 +253,9 @@ def test_gloo_first_used_by_threads_in_different_orders(world: hd.World) -> None
         time.sleep(0.05 * (number if world.rank == 0 else 3 - number))
         results[number] = hd.concat(torch.tensor([number]), group=groups[number], route="gloo")
 
-    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    findings.check(not any(thread.is_alive() for thread in threads), "a thread waits for ever")
+    _in_threads(use, 4)
     for number in range(4):
         findings.same(results[number], torch.full((size,), number), "concat")
-    findings.settle()
-
-
-def test_torch_does_not_know_of_our_groups(world: hd.World) -> None:
-    """It names the user's groups by how many it knows: ranks that know others do not find each other."""
-    findings, size = Findings(world.comm), world.world_size
-    before = dict(distributed_c10d._world.pg_names), distributed_c10d._world.group_count
-    part = world.comm.Split(world.rank == size - 1, world.rank)
-    got = hd.concat(torch.tensor([world.rank]), group=part, route="gloo")
-    findings.same(got, torch.tensor([size - 1] if world.rank == size - 1 else range(size - 1)), "concat")
-    findings.check((distributed_c10d._world.pg_names, distributed_c10d._world.group_count) == before, "its groups")
     findings.settle()
 
 
@@ -295,23 +264,6 @@ def _end(group: Any) -> None:
         group.Free()
     else:
         dist.destroy_process_group(group)
-
-
-def test_the_users_groups_go_on(world: hd.World) -> None:
-    """torch.distributed's own collectives, on its default group and on new ones, among the verbs."""
-    findings = Findings(world.comm)
-    size = world.world_size
-    for turn in range(3):
-        team_comm = world.comm.Split(world.rank % 2, world.rank)
-        findings.check(hd.concat(torch.zeros(1), group=team_comm, route="gloo").numel() == team_comm.size, "verb")
-        total = torch.tensor([world.rank + turn])
-        dist.all_reduce(total)
-        findings.check(total.item() == sum(range(size)) + size * turn, f"all_reduce gave {total}")
-        mine = dist.new_group(list(range(size)))
-        everyone = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-        dist.all_gather(everyone, torch.tensor([world.rank]), group=mine)
-        findings.check([int(x) for x in everyone] == list(range(size)), f"all_gather gave {everyone}")
-    findings.settle()
 
 
 @pytest.mark.mpi(min_size=1)

@@ -77,6 +77,7 @@ STORE = """
 """
 
 
+@pytest.mark.once
 def test_the_store_of_one_node() -> None:
     job = mpirun(3, code=STORE)
     assert job.status == 0, job.err

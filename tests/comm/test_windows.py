@@ -5,32 +5,41 @@ from __future__ import annotations
 import os
 import resource
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from collective import Findings, assert_on_all_ranks
+from collective import Findings
 from launch import mpirun
 from mpi4py import MPI
 
 import hpcdist as hd
 from hpcdist.activity import procstat
 from hpcdist.comm import windows
-from hpcdist.comm.windows import by_node
 from hpcdist.process import host_memory
 
 SIZE = 50_000
-
-
-def test_ranks_by_node() -> None:
-    assert by_node([3, 1, 3, 0]) == [[0, 2], [1], [3]]
-    assert by_node([]) == []
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 4097, 10**6, 2**26, 2**26 + 1, 3 * 10**9])
 def test_capacities(nbytes: int) -> None:
     found = windows._capacity(nbytes)
     assert found % 4096 == 0 and nbytes <= found < nbytes * 17 / 16 + 4096
+
+
+@pytest.fixture
+def findings(world: hd.World) -> Iterator[Findings]:
+    found = Findings(world.comm)
+    yield found
+    found.settle()
+
+
+@pytest.fixture
+def group(world: hd.World) -> Iterator[MPI.Comm]:
+    comm = world.comm.Dup()
+    yield comm
+    comm.Free()
 
 
 def _concat(world: hd.World, group: object, findings: Findings, expected: str) -> torch.Tensor:
@@ -44,23 +53,20 @@ def _concat(world: hd.World, group: object, findings: Findings, expected: str) -
 
 
 @pytest.mark.mpi
-def test_without_room_results_are_private_and_say_why(world: hd.World) -> None:
+def test_without_room_results_are_private_and_say_why(world: hd.World, group: MPI.Comm, findings: Findings) -> None:
     """On one rank, at the first use; then there is room again."""
-    findings, group, last = Findings(world.comm), world.comm.Dup(), world.world_size - 1
+    last = world.world_size - 1
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == last:
             patch.setattr(host_memory, "available", lambda: 1000)
         _concat(world, group, findings, f"rank {last}: ")
         _concat(world, group, findings, "bytes of free memory")
     _concat(world, group, findings, "None")
-    group.Free()
-    findings.settle()
 
 
 @pytest.mark.mpi
-def test_room_for_one_result_is_enough(world: hd.World) -> None:
+def test_room_for_one_result_is_enough(world: hd.World, group: MPI.Comm, findings: Findings) -> None:
     """Though the ranks take their parts of it one after the other."""
-    findings, group = Findings(world.comm), world.comm.Dup()
     windows_ = world._context.team_of(group).windows
     room = int(1.2 * 4 * SIZE * world.world_size)
 
@@ -74,14 +80,11 @@ def test_room_for_one_result_is_enough(world: hd.World) -> None:
         world.comm.Barrier()
         _concat(world, group, findings, "bytes of free memory")  # beside the first
     del whole
-    group.Free()
-    findings.settle()
 
 
 @pytest.mark.mpi
-def test_what_nobody_holds_is_given_back(world: hd.World) -> None:
+def test_what_nobody_holds_is_given_back(world: hd.World, group: MPI.Comm, findings: Findings) -> None:
     """By empty_cache(); and beyond a bound after a while, not only when another window is made."""
-    findings, group = Findings(world.comm), world.comm.Dup()
     team = world._context.team_of(group)
 
     def taken() -> int:
@@ -111,14 +114,11 @@ def test_what_nobody_holds_is_given_back(world: hd.World) -> None:
             time.sleep(0.1)
         findings.check(nbytes <= taken() < 1.5 * nbytes, "one is kept")
     _concat(world, group, findings, "None")
-    group.Free()
-    findings.settle()
 
 
 @pytest.mark.mpi
-def test_the_systems_own_refusal_is_no_signal(world: hd.World) -> None:
+def test_the_systems_own_refusal_is_no_signal(world: hd.World, group: MPI.Comm, findings: Findings) -> None:
     """A limit of the size of files holds for memory without a name, too."""
-    findings, group = Findings(world.comm), world.comm.Dup()
     _concat(world, group, findings, "None")  # which is kept, and used again below the limit
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, hard))
@@ -129,13 +129,10 @@ def test_the_systems_own_refusal_is_no_signal(world: hd.World) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     _concat(world, group, findings, "None")
     del kept
-    group.Free()
-    findings.settle()
 
 
 @pytest.mark.mpi
-def test_the_number_of_windows_is_bounded(world: hd.World) -> None:
-    findings, group = Findings(world.comm), world.comm.Dup()
+def test_the_number_of_windows_is_bounded(world: hd.World, group: MPI.Comm, findings: Findings) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(windows, "SLOTS", 3)
         held = [_concat(world, group, findings, "None") for _ in range(3)]
@@ -149,14 +146,11 @@ def test_the_number_of_windows_is_bounded(world: hd.World) -> None:
         other = hd.concat(torch.ones(2 * SIZE), shared=True, group=group)
         kept = world._context.team_of(group).windows.nbytes()
         findings.check(kept < 1.05 * other.nbytes, f"{kept} bytes are kept beside {other.nbytes}")
-    group.Free()
-    findings.settle()
 
 
 @pytest.mark.mpi
-def test_few_windows_that_nobody_holds_are_kept(world: hd.World) -> None:
+def test_few_windows_that_nobody_holds_are_kept(world: hd.World, group: MPI.Comm, findings: Findings) -> None:
     """Each takes descriptors, however small it is: results of many sizes, held and then dropped."""
-    findings, group = Findings(world.comm), world.comm.Dup()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(windows, "SPARE", 2)
         for count in (6, 7):
@@ -168,21 +162,17 @@ def test_few_windows_that_nobody_holds_are_kept(world: hd.World) -> None:
         hd.concat(torch.ones(SIZE), shared=True, group=group)
         slots = len(world._context.team_of(group).windows._slots)
         findings.check(slots == 3, f"{slots} windows are kept, expected the one in use and 2")
-    group.Free()
-    findings.settle()
 
 
 @pytest.mark.mpi(min_size=2)
-def test_processes_that_cannot_open_each_others_memory_have_their_own(world: hd.World) -> None:
-    findings, group = Findings(world.comm), world.comm.Dup()
+def test_processes_that_cannot_open_each_others_memory_have_their_own(
+    world: hd.World, group: MPI.Comm, findings: Findings
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
             patch.setattr(procstat, "identity", lambda fd: [0, 0])
         for _ in range(2):
             _concat(world, group, findings, "cannot open each other's memory")
-    group.Free()
-    findings.settle()
-    assert_on_all_ranks(world.comm, True)
 
 
 FORKED = """
@@ -213,6 +203,7 @@ FORKED = """
 """
 
 
+@pytest.mark.once
 def test_a_child_process_keeps_the_result_that_it_was_forked_with() -> None:
     job = mpirun(2, code=FORKED)
     assert (job.status, job.out) == (0, "good\n" * 2), job.err

@@ -30,3 +30,9 @@ def folder(gpu_world: hd.World) -> Iterator[Path]:
     gpu_world.comm.Barrier()
     if gpu_world.rank == 0:
         shutil.rmtree(path)
+
+
+@pytest.fixture
+def routes(gpu_world: hd.World) -> list[str]:
+    """All that carry GPU memory here."""
+    return ["auto", "mpi", "gloo", "hdf5", *(["nccl"] if gpu_world.settings.own_gpus else [])]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
 
 import hpcdist as hd
-from hpcdist.comm import mpi
 from hpcdist.layout import limits
 from hpcdist.tensors.storage import DTYPES, as_bytes, bits
 
@@ -22,10 +22,6 @@ EXTENTS = {
     "all on one": lambda rank, size: 5 * (rank == size // 2),
     "none": lambda rank, size: 0,
 }
-
-
-def routes(world: hd.World) -> list[str]:
-    return ["auto", "mpi", "gloo", "hdf5", *(["nccl"] if world.settings.own_gpus else [])]
 
 
 def whole_of(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -50,13 +46,13 @@ def same(x: torch.Tensor | None, y: torch.Tensor) -> bool:
 @pytest.mark.parametrize("window", [limits.WINDOW, 64])
 @pytest.mark.parametrize("case", EXTENTS)
 def test_every_verb_route_dtype_and_dim(
-    case: str, window: int, gpu_world: hd.World, monkeypatch: pytest.MonkeyPatch
+    case: str, window: int, routes: list[str], gpu_world: hd.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "WINDOW", window)
     rank, size = gpu_world.rank, gpu_world.world_size
     extents = [EXTENTS[case](r, size) for r in range(size)]
     start = sum(extents[:rank])
-    for route in routes(gpu_world):
+    for route in routes:
         for dtype in DTYPES:
             for dim in (0, 1):
                 shape = (sum(extents), 3) if dim == 0 else (3, sum(extents))
@@ -70,17 +66,21 @@ def test_every_verb_route_dtype_and_dim(
                 assert same(hd.split(sent, dim, counts=extents, route=route), part), (route, dtype, dim)
 
 
-def test_work_on_a_side_stream_is_waited_for(gpu_world: hd.World) -> None:
-    """The shard is still being computed on the current stream when the verb is called."""
-    for route in routes(gpu_world):
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            x = torch.zeros(1 << 20, device=gpu_world.device)
-            torch.cuda._sleep(50_000_000)
-            x += gpu_world.rank + 1
-            whole = hd.concat(x, route=route)
-            expected = torch.arange(1, gpu_world.world_size + 1, device=x.device).repeat_interleave(1 << 20)
-            assert torch.equal(whole, expected.to(x.dtype)), route
+def test_streams(routes: list[str], gpu_world: hd.World) -> None:
+    """What the caller's stream has under way is waited for. In the background memory is not used again too early."""
+    expected = torch.arange(1, gpu_world.world_size + 1).repeat_interleave(1 << 20).float()
+    for route, later in itertools.product(routes, (False, True)):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            results = []
+            for _ in range(3):
+                x = torch.zeros(1 << 20, device=gpu_world.device)
+                torch.cuda._sleep(20_000_000)
+                x += gpu_world.rank + 1
+                results.append(hd.concat(x, route=route, async_op=later))
+                del x
+                torch.full((1 << 20,), -1.0, device=gpu_world.device)  # would land in x's memory
+            for result in results:
+                assert torch.equal((result.wait(60) if later else result).cpu(), expected), (route, later)
         torch.cuda.synchronize()
 
 
@@ -89,11 +89,6 @@ def test_cpu_and_gpu_ranks_together(gpu_world: hd.World) -> None:
     whole = hd.concat(x.to(gpu_world.device) if gpu_world.rank % 2 else x, route="mpi")
     assert whole.tolist() == [r for r in range(gpu_world.world_size) for _ in range(3)]
     assert whole.is_cuda == bool(gpu_world.rank % 2)
-
-
-def test_whether_mpi_takes_gpu_memory_is_found_without_harm(gpu_world: hd.World) -> None:
-    assert mpi.MPI_ROUTE.carries(gpu_world.team, gpu=True) in (True, False)
-    assert torch.ones(3, device=gpu_world.device).sum().item() == 3
 
 
 @pytest.mark.parametrize("window", [2**28, 100])
@@ -106,10 +101,7 @@ def test_staging_from_and_to_gpu_memory(case: str, window: int, gpu_world: hd.Wo
     for dim in (0, 1):
         shape = (sum(extents), 3) if dim == 0 else (3, sum(extents))
         wholes = {str(dtype): whole_of(shape, dtype) for dtype in DTYPES}
-        parts = {
-            name: bits(whole).narrow(dim, start, extents[rank]).contiguous().view(whole.dtype)
-            for name, whole in wholes.items()
-        }
+        parts = {name: part_of(whole, dim, start, extents[rank]) for name, whole in wholes.items()}
         x = {name: strided(part, gpu_world.device) for name, part in parts.items()}
         hd.staging.save(folder / "x.h5", x, dim, window=window)
         got = hd.staging.load(folder / "x.h5", dim=dim, counts=extents, device=gpu_world.device, window=window)
@@ -122,35 +114,23 @@ def test_staging_from_and_to_gpu_memory(case: str, window: int, gpu_world: hd.Wo
             assert same(bits(out).contiguous(), bits(wholes[name])), (name, dim)
 
 
-def test_staging_waits_for_work_on_a_side_stream(gpu_world: hd.World, folder: Path) -> None:
-    with torch.cuda.stream(torch.cuda.Stream()):
-        x = torch.zeros(1 << 24, device=gpu_world.device)
-        torch.cuda._sleep(50_000_000)
-        x += gpu_world.rank + 1
-        hd.staging.save(folder / "x.h5", x, window=1 << 22)
-        got = hd.staging.load(folder / "x.h5", device=gpu_world.device, window=1 << 22)
-        assert torch.equal(got, x)
-    torch.cuda.synchronize()
-
-
-def test_staging_in_the_background(gpu_world: hd.World, folder: Path) -> None:
+def test_staging_waits_for_streams(gpu_world: hd.World, folder: Path) -> None:
     """The values at the call, though a side stream has yet to compute them, and they are changed afterwards."""
     with torch.cuda.stream(torch.cuda.Stream()):
-        for buffer in (None, 0, 5_000_000):
-            x = {
-                "large": torch.zeros(1 << 22, device=gpu_world.device),
-                "small": torch.zeros(9, device=gpu_world.device),
-            }
+        for later, buffer in ((False, None), (True, None), (True, 0), (True, 5_000_000)):
+            x = {name: torch.zeros(n, device=gpu_world.device) for name, n in (("large", 1 << 22), ("small", 9))}
             torch.cuda._sleep(50_000_000)
             for part in x.values():
                 part += gpu_world.rank + 1
-            handle = hd.staging.save(folder / "x.h5", x, buffer=buffer, async_op=True)
+            options = {"async_op": True, "buffer": buffer} if later else {"window": 1 << 22}
+            handle = hd.staging.save(folder / "x.h5", x, **options)
             for part in x.values():
                 part.zero_()
-            handle.wait()
+            if later:
+                handle.wait()
             got = hd.staging.load(folder / "x.h5", device=gpu_world.device)
             for name in x:
-                assert torch.equal(got[name], torch.full_like(x[name], gpu_world.rank + 1)), (name, buffer)
+                assert torch.equal(got[name], torch.full_like(x[name], gpu_world.rank + 1)), (name, later, buffer)
     torch.cuda.synchronize()
 
 

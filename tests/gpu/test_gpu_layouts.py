@@ -16,29 +16,20 @@ from hpcdist.tensors import message
 pytestmark = [pytest.mark.mpi, pytest.mark.gpu]
 
 
-def _routes(world: hd.World) -> list[str]:
-    return ["auto", "mpi", "gloo", "hdf5", *(["nccl"] if world.settings.own_gpus else [])]
-
-
 def _equal(x: Any, y: Tensor) -> bool:
     return isinstance(x, Tensor) and x.is_cuda and torch.equal(x.cpu(), y)
 
 
 @pytest.mark.parametrize("window", [limits.WINDOW, 64])
-def test_redistribute(gpu_world: hd.World, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redistribute(gpu_world: hd.World, routes: list[str], window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "WINDOW", window)
     size = gpu_world.world_size
     layouts = [hd.Split(0), hd.Split(1), hd.Replicate(), hd.Block((1, size), (0, 1), "chunk")]
-    for whole in (torch.arange((2 * size + 1) * 6).view(-1, 6), torch.arange((2 * size + 1) * 6).view(-1, 6).byte()):
-        _redistribute(gpu_world, whole, layouts)
-
-
-def _redistribute(gpu_world: hd.World, whole: Tensor, layouts: list[Any]) -> None:
-    """Of bytes, as int1, which CUDA cannot even copy."""
-    dtype = torch.int1 if whole.itemsize == 1 else whole.dtype
-    for route, (src, dst) in itertools.product(_routes(gpu_world), itertools.product(layouts, repeat=2)):
-        x = hd.local(whole, src).to(gpu_world.device)
-        expected = hd.local(whole, dst)
+    whole = torch.arange((2 * size + 1) * 6).view(-1, 6)
+    for of, route, src, dst in itertools.product((whole, whole.byte()), routes, layouts, layouts):
+        dtype = torch.int1 if of is not whole else whole.dtype  # which CUDA cannot even copy
+        x = hd.local(of, src).to(gpu_world.device)
+        expected = hd.local(of, dst)
         got = hd.redistribute(x.view(dtype), src, dst, route=route)
         assert got.dtype == dtype and _equal(got.view(x.dtype), expected), (route, src, dst)
         plan = hd.plan(hd.redistribute, x.view(dtype), src, dst, route=route)
@@ -48,7 +39,7 @@ def _redistribute(gpu_world: hd.World, whole: Tensor, layouts: list[Any]) -> Non
 
 
 @pytest.mark.parametrize("small", [message.SMALL, 16])
-def test_structures(gpu_world: hd.World, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_structures(gpu_world: hd.World, routes: list[str], small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of the GPU and of the host side by side; each arrives where it was, on the receiver's own GPU."""
     monkeypatch.setattr(message, "SMALL", small)
     rank, size, device = gpu_world.rank, gpu_world.world_size, gpu_world.device
@@ -57,7 +48,7 @@ def test_structures(gpu_world: hd.World, small: int, monkeypatch: pytest.MonkeyP
         "host": torch.full((rank + 1, 40), rank),
         "list": [torch.arange(50 + rank, device=device), torch.tensor(rank), "text"],
     }
-    for route in [route for route in _routes(gpu_world) if route != "nccl"]:
+    for route in [route for route in routes if route != "nccl"]:
         for got in (hd.concat(mine, route=route), hd.gather(mine, root=size - 1, route=route)):
             if got is None:
                 assert rank < size - 1
@@ -82,27 +73,9 @@ def test_send_and_recv(gpu_world: hd.World, piece: int, monkeypatch: pytest.Monk
     assert all(_equal(y, torch.arange(len(y)) + source) and y.device == gpu_world.device for y in got["x"])
 
 
-def test_in_the_background_with_streams(gpu_world: hd.World) -> None:
-    """What the stream of the caller has under way is waited for, and memory is not used again before its time."""
-    size = gpu_world.world_size
-    expected = torch.arange(1, size + 1).repeat_interleave(1 << 20).float()
-    for route in _routes(gpu_world):
-        with torch.cuda.stream(torch.cuda.Stream()):
-            handles = []
-            for _ in range(3):
-                x = torch.zeros(1 << 20, device=gpu_world.device)
-                torch.cuda._sleep(20_000_000)
-                x += gpu_world.rank + 1
-                handles.append(hd.concat(x, route=route, async_op=True))
-                del x
-                torch.full((1 << 20,), -1.0, device=gpu_world.device)  # would land in x's memory
-            assert all(_equal(handle.wait(60), expected) for handle in handles), route
-        torch.cuda.synchronize()
-
-
-def test_gradients(gpu_world: hd.World) -> None:
+def test_gradients(gpu_world: hd.World, routes: list[str]) -> None:
     rank, size = gpu_world.rank, gpu_world.world_size
-    for route in _routes(gpu_world):
+    for route in routes:
         x = torch.ones(rank + 1, 3, device=gpu_world.device, requires_grad=True)
         for result in (hd.concat(x, route=route), hd.redistribute(x, hd.Split(0), hd.Replicate(), route=route)):
             x.grad = None
@@ -113,10 +86,10 @@ def test_gradients(gpu_world: hd.World) -> None:
         assert x.grad is not None and bool((x.grad == 1).all()), route
 
 
-def test_plans_and_repeated_small_calls(gpu_world: hd.World) -> None:
+def test_plans_and_repeated_small_calls(gpu_world: hd.World, routes: list[str]) -> None:
     """Nothing of GPU memory travels behind the headers; plans hold for every route."""
     rank, size, device = gpu_world.rank, gpu_world.world_size, gpu_world.device
-    for route, turn in itertools.product(_routes(gpu_world), range(3)):
+    for route, turn in itertools.product(routes, range(3)):
         x = torch.arange(rank + 1, device=device) + 100 * rank + turn
         whole = torch.cat([torch.arange(r + 1) + 100 * r + turn for r in range(size)])
         assert _equal(hd.concat(x, route=route), whole), (route, turn)
@@ -133,11 +106,3 @@ def test_plans_and_repeated_small_calls(gpu_world: hd.World) -> None:
             for _ in range(2):
                 result = plan(given)
                 assert result is None if expected is None else _equal(result, expected), (route, turn)
-
-
-def test_shared_results_are_for_host_memory(gpu_world: hd.World) -> None:
-    x = torch.ones(1 << 16, device=gpu_world.device)
-    with pytest.raises(hd.RankError, match="shared=True is for host memory"):
-        hd.concat(x, shared=True)
-    whole = hd.concat(x.cpu(), shared=True)
-    assert whole.is_cpu and whole.sum().item() == len(x) * gpu_world.world_size

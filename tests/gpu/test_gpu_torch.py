@@ -1,4 +1,4 @@
-"""Torch's own calls on GPU memory: backend "mpi", DDP and FSDP2, checkpoints, and what explain says of GPUs."""
+"""Torch's own calls on GPU memory: backend "mpi" and checkpoints."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import hpcdist as hd
@@ -100,21 +98,6 @@ def _wait(work: dist.Work | None) -> None:
         work.wait()
 
 
-def test_ddp_over_backend_mpi(gpu_world: hd.World, group: dist.ProcessGroup) -> None:
-    """The gradients are the mean of all ranks' ones."""
-    size, device = gpu_world.world_size, gpu_world.device
-    torch.manual_seed(0)
-    alone = nn.Sequential(nn.Linear(5, 300), nn.Tanh(), nn.Linear(300, 2)).double()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 300), nn.Tanh(), nn.Linear(300, 2)).double().to(device)
-    ddp = nn.parallel.DistributedDataParallel(model, process_group=group)
-    x = torch.arange(20.0 * size, dtype=torch.float64).view(-1, 5) / 30
-    (alone(x).square().mean()).backward()
-    ddp(x.chunk(size)[gpu_world.rank].to(device)).square().mean().backward()
-    for mine, expected in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.cpu(), expected.grad)
-
-
 def _mesh(world: hd.World) -> DeviceMesh:
     return DeviceMesh(world.device.type, list(range(world.world_size)))
 
@@ -147,45 +130,3 @@ def test_dtensors_in_a_checkpoint(gpu_world: hd.World, folder: Path) -> None:
     hd.staging.save(folder / "x.safetensors", {"w": local, "b": state["b"]}, dim={"w": 0, "b": None})
     found = load_file(folder / "x.safetensors")
     assert torch.equal(found["w"], whole) and torch.equal(found["b"], torch.arange(9.0)), rank
-
-
-def test_fsdp2_goes_on_from_its_checkpoint(gpu_world: hd.World, folder: Path) -> None:
-    """Parameters and the optimizer's state, of a model that NCCL gathers."""
-    if not gpu_world.settings.own_gpus:
-        return  # FSDP2 gathers with NCCL
-
-    def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(7, 13), nn.Linear(13, 3)).to(gpu_world.device)
-        fully_shard(model, mesh=_mesh(gpu_world))
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.ones(2, 7, device=gpu_world.device)).sum().backward()
-        optimizer.step()
-        return model, optimizer
-
-    model, optimizer = trained(1)
-    weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments}, storage_writer=HDF5Writer(folder / "x.h5"))
-    other, its = trained(2)
-    state = dict(zip(("model", "optimizer"), get_state_dict(other, its), strict=True))
-    dcp.load(state, storage_reader=HDF5Reader(folder / "x.h5"))
-    set_state_dict(other, its, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    for mine, expected in zip(other.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine.to_local(), expected.to_local())
-        assert torch.equal(its.state[mine]["exp_avg"].to_local(), optimizer.state[expected]["exp_avg"].to_local())
-
-
-def test_explain(gpu_world: hd.World, folder: Path) -> None:
-    """The route and the bytes of calls with GPU memory; the calls then go that way."""
-    rank, size = gpu_world.rank, gpu_world.world_size
-    x = torch.ones(1 << 18, device=gpu_world.device)
-    own = "nccl" if gpu_world.settings.own_gpus else "mpi"
-    for route in ["auto", "mpi", "gloo", "hdf5"]:
-        said = hd.plan(hd.concat, x, route=route)
-        assert said.route == (own if route == "auto" else route), said
-        assert said.sent == said.received == x.nbytes * (size - 1) and said.result in ("new", "pool"), said
-        said = hd.plan(hd.gather, x, route=route)
-        assert said.received == (0 if rank else x.nbytes * (size - 1)), said
-    hd.staging.save(folder / "x.h5", {"a": x}, None)
-    said = hd.plan(hd.staging.load, folder / "x.h5", dim=None, once_per="job", device=gpu_world.device)
-    assert said.file_bytes_of_all == x.nbytes and said.sent_by_all == x.nbytes * (size - 1), said

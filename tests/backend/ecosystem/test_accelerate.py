@@ -37,16 +37,6 @@ def _accelerator(**kwargs: object) -> Accelerator:
     return Accelerator(cpu=True, **kwargs)  # type: ignore[arg-type]
 
 
-def test_it_finds_the_ranks(world: hd.World) -> None:
-    findings, accelerator = Findings(world.comm), _accelerator()
-    found = (accelerator.num_processes, accelerator.process_index, accelerator.local_process_index)
-    findings.check(found == (world.world_size, world.rank, world.local_rank), found)
-    findings.check(dist.group.WORLD is world.group, "another process group")
-    accelerator.wait_for_everyone()
-    findings.check(accelerator.is_main_process == (world.rank == 0), "the main process")
-    findings.settle()
-
-
 @pytest.mark.parametrize("every", [1, 3], ids=["each step", "accumulated"])
 def test_training_equals_that_of_one_process(world: hd.World, every: int) -> None:
     """prepare() shards the loader and wraps the model; every rank has the same number of batches."""
@@ -77,7 +67,7 @@ def test_training_equals_that_of_one_process(world: hd.World, every: int) -> Non
     findings.settle()
 
 
-@pytest.mark.parametrize("samples", [1, 7, 8, 13])
+@pytest.mark.parametrize("samples", [1, 13])
 def test_metrics_of_a_ragged_last_batch(world: hd.World, samples: int) -> None:
     """gather_for_metrics: each sample once and in order, though ranks fill up the last batch."""
     findings, accelerator = Findings(world.comm), _accelerator()
@@ -89,13 +79,12 @@ def test_metrics_of_a_ragged_last_batch(world: hd.World, samples: int) -> None:
     findings.settle()
 
 
-@pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
-def test_batches_that_one_process_reads(world: hd.World, even: bool) -> None:
+def test_batches_that_one_process_reads(world: hd.World) -> None:
     """dispatch_batches: the main process reads and broadcasts; the others get their part."""
     findings, size = Findings(world.comm), world.world_size
     config = utils.DataLoaderConfiguration(dispatch_batches=True, split_batches=True)
     accelerator = _accelerator(dataloader_config=config)
-    samples = 4 * size * 3 - (0 if even else 1)
+    samples = 4 * size * 3 - 1
     loader = accelerator.prepare(DataLoader(torch.arange(samples), batch_size=4 * size))
     got = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
     findings.same(got, torch.arange(samples), "samples")
@@ -106,6 +95,10 @@ def test_what_it_moves_between_ranks(world: hd.World) -> None:
     """gather, reduce, pad, broadcast, objects."""
     findings, size, rank = Findings(world.comm), world.world_size, world.rank
     accelerator = _accelerator()
+    found = (accelerator.num_processes, accelerator.process_index, accelerator.local_process_index)
+    findings.check(found == (size, rank, world.local_rank), found)
+    findings.check(dist.group.WORLD is world.group, "another process group")
+    accelerator.wait_for_everyone()
     x = torch.arange(3.0) + 10 * rank
     whole = [torch.arange(3.0) + 10 * r for r in range(size)]
     findings.same(accelerator.gather(x), torch.cat(whole), "gather")

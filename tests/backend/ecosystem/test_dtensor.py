@@ -6,7 +6,6 @@ from itertools import product
 
 import pytest
 import torch
-from cases import whole_of
 from collective import Findings
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -70,17 +69,6 @@ def test_every_placement_into_every_other(world: hd.World, shape: tuple[int, ...
     findings.settle()
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.bfloat16, torch.complex64, torch.uint8], ids=str)
-def test_placements_of_every_kind_of_dtype(world: hd.World, dtype: torch.dtype) -> None:
-    findings, mesh, whole = Findings(world.comm), _mesh(world), whole_of((7, 5), dtype)
-    for start, end in product((Shard(0), Shard(1), Replicate()), repeat=2):
-        local = _local(whole, start, world.rank, world.world_size).clone()
-        x = DTensor.from_local(local, mesh, [start], run_check=False, shape=whole.size(), stride=whole.stride())
-        got = x.redistribute(mesh, [end]).to_local() + torch.zeros((), dtype=dtype)
-        findings.same(got, _local(whole, end, world.rank, world.world_size).contiguous(), f"{start} to {end}")
-    findings.settle()
-
-
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_rank_0_distributes(world: hd.World, shape: tuple[int, ...]) -> None:
     """What the other ranks hold does not count; src_data_rank=None sends nothing."""
@@ -110,38 +98,4 @@ def test_two_dimensions(world: hd.World) -> None:
             expected = _local(expected, placement, mesh.get_local_rank(dim), mesh.size(dim))
         check_close(findings, [x.to_local()], [expected], f"{start} to {end}")
         check_close(findings, [x.full_tensor()], [whole], f"{start} to {end}, whole")
-    findings.settle()
-
-
-def test_products_and_their_gradients(world: hd.World) -> None:
-    """Of factors placed in every way, against those of one process."""
-    findings, mesh = Findings(world.comm), _mesh(world)
-    draw = torch.Generator().manual_seed(2)
-    a, b, g = (torch.randn(s, generator=draw, dtype=torch.float64) for s in ((7, 5), (5, 3), (7, 3)))
-    one, two = a.clone().requires_grad_(), b.clone().requires_grad_()
-    (one @ two * g).sum().backward()
-    for left, right, out in product((Shard(0), Shard(1), Replicate()), repeat=3):
-        x = distribute_tensor(a, mesh, [left]).requires_grad_()
-        y = distribute_tensor(b, mesh, [right]).requires_grad_()
-        z = (x @ y).redistribute(mesh, [out])
-        name = f"{left} @ {right} into {out}"
-        check_close(findings, [z.full_tensor().detach()], [a @ b], name)
-        (z * distribute_tensor(g, mesh, [Replicate()])).sum().full_tensor().backward()
-        check_close(findings, [x.grad.full_tensor(), y.grad.full_tensor()], [one.grad, two.grad], f"{name}: gradients")  # type: ignore[list-item,union-attr]
-    findings.settle()
-
-
-def test_operations_that_reduce(world: hd.World) -> None:
-    """Sums, means, maxima, norms and softmax, along the dimension that is sharded and the other one."""
-    findings, mesh = Findings(world.comm), _mesh(world)
-    whole = (torch.arange(35, dtype=torch.float64).view(7, 5) * 0.37).sin()
-    for placement, dim in product((Shard(0), Shard(1)), (0, 1)):
-        x = distribute_tensor(whole, mesh, [placement])
-        for name in ("sum", "mean", "amax", "amin", "softmax", "var", "argmax"):
-            got = getattr(x, name)(dim).full_tensor()
-            check_close(findings, [got], [getattr(whole, name)(dim)], f"{name} along {dim} of {placement}")
-        for name in ("sum", "mean", "max", "norm"):
-            check_close(
-                findings, [getattr(x, name)().full_tensor()], [getattr(whole, name)()], f"{name} of {placement}"
-            )
     findings.settle()

@@ -12,9 +12,6 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    SplitPoint,
-    pipeline,
 )
 from torch.nn import functional
 from training import check_close
@@ -69,7 +66,7 @@ def _check(findings: Findings, world: hd.World, schedule: object, mine: list[int
     findings.settle()
 
 
-@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B], ids=["GPipe", "1F1B"])
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
 def test_a_stage_on_each_rank(world: hd.World, schedule: type) -> None:
     findings, size = Findings(world.comm), world.world_size
     model = _layers(size)
@@ -78,27 +75,10 @@ def test_a_stage_on_each_rank(world: hd.World, schedule: type) -> None:
     _check(findings, world, step, [world.rank], model, size)
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [ScheduleInterleaved1F1B, ScheduleLoopedBFS, ScheduleInterleavedZeroBubble],
-    ids=["interleaved 1F1B", "looped BFS", "zero bubble"],
-)
+@pytest.mark.parametrize("schedule", [ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble])
 def test_two_stages_on_each_rank(world: hd.World, schedule: type) -> None:
     """Stage s is on rank s modulo the number of ranks: the last rank sends to the first."""
     findings, size = Findings(world.comm), world.world_size
     model, mine = _layers(2 * size), [world.rank, world.rank + size]
     stages = [PipelineStage(model[s], s, 2 * size, DEVICE) for s in mine]
     _check(findings, world, schedule(stages, MICRO, loss_fn=functional.mse_loss), mine, model, 2 * size)
-
-
-def test_a_model_that_torch_splits(world: hd.World) -> None:
-    findings, size = Findings(world.comm), world.world_size
-    model = _layers(size)
-    points = {str(layer): SplitPoint.BEGINNING for layer in range(1, size)}
-    pipe = pipeline(model, mb_args=(_data()[0].chunk(MICRO)[0],), split_spec=points)
-    step = ScheduleGPipe(pipe.build_stage(world.rank, DEVICE), MICRO)
-    result = step.step(*([_data()[0]] if world.rank == 0 else []))
-    if world.rank == size - 1:
-        check_close(findings, [result.detach()], [_alone(size)[2]], "output")
-    findings.checked += 1
-    findings.settle()

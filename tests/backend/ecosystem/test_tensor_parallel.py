@@ -105,27 +105,6 @@ def test_sequence_parallel(world: hd.World) -> None:
     findings.settle()
 
 
-@pytest.mark.parametrize("style", [RowwiseParallel, ColwiseParallel], ids=["words", "features"])
-def test_an_embedding(world: hd.World, style: type[ParallelStyle]) -> None:
-    """11 words: by rows each rank looks up the words it has, and the results are summed."""
-    findings = Findings(world.comm)
-    torch.manual_seed(5)
-    alone = nn.Embedding(WORDS, WIDTH, dtype=torch.float64)
-    torch.manual_seed(5)
-    replicated = {"input_layouts": Replicate()} if style is RowwiseParallel else {}
-    model = parallelize_module(
-        nn.Embedding(WORDS, WIDTH, dtype=torch.float64),
-        _mesh(world),
-        style(output_layouts=Replicate(), **replicated),  # type: ignore[call-arg]
-    )
-    words = torch.tensor([[0, 10, 3, 3], [7, 1, 9, 0]])
-    for m in (model, alone):
-        (m(words) ** 3).sum().backward()
-    check_close(findings, [_full(model(words))], [alone(words).detach()], "vectors")
-    check_close(findings, [_full(model.weight.grad)], [alone.weight.grad], "gradient")  # type: ignore[list-item,arg-type]
-    findings.settle()
-
-
 def test_the_loss_over_sharded_words(world: hd.World) -> None:
     """Cross entropy of logits whose words are sharded: never gathered."""
     findings, mesh = Findings(world.comm), _mesh(world)
@@ -139,26 +118,4 @@ def test_the_loss_over_sharded_words(world: hd.World) -> None:
         loss = functional.cross_entropy(x, target)
         loss.backward()
     check_close(findings, [_full(loss), _full(x.grad)], [expected.detach(), one.grad], "loss and gradient")  # type: ignore[list-item,arg-type]
-    findings.settle()
-
-
-def test_two_dimensions(world: hd.World) -> None:
-    """Tensor parallel within fully_shard, 2 x n/2 where that is whole, else n x 1."""
-    from torch.distributed.fsdp import fully_shard
-
-    findings, size = Findings(world.comm), world.world_size
-    rows = 2 if size % 2 == 0 else size
-    mesh = init_device_mesh("cpu", (rows, size // rows), mesh_dim_names=("data", "tensor"))
-    alone, model = _block(), _block()
-    parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["data"])
-    whole = _input().repeat(rows, 1, 1) * torch.arange(1, 2 * rows + 1).view(-1, 1, 1)
-    turn = mesh.get_local_rank("data")
-    optimizers = [torch.optim.Adam(m.parameters(), 0.01) for m in (model, alone)]
-    for _ in range(2):
-        for m, x, optimizer in ((model, whole[2 * turn : 2 * turn + 2], optimizers[0]), (alone, whole, optimizers[1])):
-            optimizer.zero_grad()
-            (m(x) ** 2).mean().backward()
-            optimizer.step()
-    check_close(findings, map(_full, model.parameters()), map(_full, alone.parameters()), "parameters")
     findings.settle()
