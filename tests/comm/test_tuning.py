@@ -136,6 +136,7 @@ FILES: dict[str, tuple[Any, list[str]]] = {
         {},
         ["a ring of MPI messages in pieces", "is taken (good.json: for 0 bytes, ring takes 10 us, mpi takes 20 us)"],
     ),
+    "places": (merged(None, Place(1, 4), {}, [US]), []),
     "another": ({"fingerprint": {"wire": "mlx5_0"}}, ["MPI_Allgatherv"]),  # another machine
 }
 
@@ -153,7 +154,8 @@ def test_files(tmp_path: Path) -> None:
     for name, (_, texts) in FILES.items():
         lines = [line for line in job.out.splitlines() if line.startswith(f"{name}: ")]
         assert len(lines) == 2 and all(text in line for line in lines for text in texts), (name, lines)
-    assert job.out.count("do not apply: wire is") == 1, job.out
+    for why in ("wire is", "it was not measured on nodes: 1, ranks per node: 2"):
+        assert job.out.count(f"do not apply: {why}") == 1, job.out
 
 
 @pytest.mark.mpi
