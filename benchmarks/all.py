@@ -15,42 +15,43 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from results import FOLDER
 from tqdm import tqdm
 
 HERE = Path(__file__).parent
-# Default numbers of ranks; staging writes files, resident only measures memory.
-RANKS = {
-    "concat": (2, 4),
-    "gather": (2, 4),
-    "split": (2, 4),
-    "redistribute": (2, 4),
-    "structures": (2, 4),
-    "overlap": (2, 4),
-    "backend": (2, 4),
-    "staging": (1, 2, 4),
-    "checkpoints": (2, 4),
-    "ranks": (1, 2, 4, 8),
-    "resident": (2,),
+_QUICK = "--rounds 10 --budget 4 --seconds"
+
+
+class Run(NamedTuple):
+    """How a benchmark is run by default.
+
+    Attributes:
+        ranks: numbers of ranks.
+        quick: options with --quick; all together take ten minutes. A way that needs more than its share is skipped.
+        deadline: in seconds.
+    """
+
+    ranks: tuple[int, ...] = (2, 4)
+    quick: str = f"{_QUICK} 25"
+    deadline: float = 300
+
+
+RUNS = {
+    "concat": Run(),
+    "gather": Run(),
+    "split": Run(),
+    "redistribute": Run(deadline=600),
+    "structures": Run(quick=f"{_QUICK} 12", deadline=600),
+    "overlap": Run(quick=f"{_QUICK} 12"),
+    "backend": Run(quick=f"{_QUICK} 60"),
+    "staging": Run((1, 2, 4), "--rounds 5 --layouts even,dim1 --seconds 40", 2400),
+    "checkpoints": Run(quick="--rounds 5 --sizes 32M --seconds 40", deadline=900),
+    "ranks": Run((1, 2, 4, 8), f"{_QUICK} 12"),
+    "resident": Run((2,), "--size 1G"),
 }
 SHARDS = ("concat", "gather", "split", "ranks")  # of shards.py
-# Options with --quick: about ten minutes in all; what a contender cannot do five times in its share is skipped.
-_QUICK = "--rounds 10 --budget 4 --seconds"
-QUICK = {
-    **dict.fromkeys(("concat", "gather", "split", "redistribute"), f"{_QUICK} 25"),
-    **dict.fromkeys(("structures", "overlap", "ranks"), f"{_QUICK} 12"),
-    "backend": f"{_QUICK} 60",
-    "staging": "--rounds 5 --sizes 64M --layouts even,dim1 --seconds 40",
-    "checkpoints": "--rounds 5 --sizes 32M --seconds 40",
-    "resident": "--size 1G",
-}
-DEADLINES = {
-    "staging": 2400,
-    "redistribute": 600,
-    "structures": 600,
-    "checkpoints": 900,
-}  # seconds; the others have --deadline
 # Open MPI 4 and 5 bind ranks to cores by default, MPICH does not, and gloo's threads need more than the rank's core.
 UNBOUND = {"OMPI_MCA_hwloc_base_binding_policy": "none", "PRTE_MCA_hwloc_default_binding_policy": "none"}
 # Open MPI 4 and 5 refuse more ranks than cores by default; if allowed, ranks should yield while they wait.
@@ -99,12 +100,11 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
         "--np",
         type=lambda text: [int(n) for n in text.split(",")],
         metavar="LIST",
-        help="numbers of ranks (2,4; staging 1,2,4; ranks 1,2,4,8; resident 2)",
+        help="numbers of ranks (mostly 2,4)",
     )
-    parser.add_argument("--verbs", type=lambda text: text.split(","), default=list(RANKS), metavar=",".join(RANKS))
+    parser.add_argument("--verbs", type=lambda text: text.split(","), default=list(RUNS), metavar=",".join(RUNS))
     parser.add_argument("--quick", action="store_true", help="fewer rounds and cases: about 10 minutes for everything")
-    late = ", ".join(f"{verb}: {seconds}" for verb, seconds in DEADLINES.items())
-    parser.add_argument("--deadline", type=float, help=f"seconds per run (300; {late})")
+    parser.add_argument("--deadline", type=float, help="seconds per run (300 to 2400)")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="folder for the results (benchmarks/results)")
     return parser.parse_known_args()
 
@@ -114,15 +114,15 @@ def main() -> int:
     asked.folder.mkdir(exist_ok=True)
     failed = []
     start = time.monotonic()
-    runs = sorted((world_size, verb) for verb in asked.verbs for world_size in asked.np or RANKS[verb])
+    runs = sorted((world_size, verb) for verb in asked.verbs for world_size in asked.np or RUNS[verb].ranks)
     with tqdm(runs, unit="run", disable=None) as bar:
         for world_size, verb in bar:
             script = ["shards.py", verb] if verb in SHARDS else [f"{verb}.py"]
             command = [*asked.mpirun, "-n", str(world_size), asked.python, str(HERE / script[0]), *script[1:]]
-            command += ["--json", str(asked.folder), *(QUICK[verb].split() if asked.quick else ())]
+            command += ["--json", str(asked.folder), *(RUNS[verb].quick.split() if asked.quick else ())]
             command += others if verb != "resident" else ()
             bar.set_postfix_str(f"{verb}, np {world_size}")
-            deadline = asked.deadline or DEADLINES.get(verb, 300)
+            deadline = asked.deadline or RUNS[verb].deadline
             problem = launch(command, environment(world_size), deadline)
             if problem:
                 failed.append(f"{verb}, np {world_size}: {problem}")

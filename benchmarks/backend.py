@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
@@ -37,7 +37,7 @@ DTENSOR = "DTensor step, Shard(0) to Shard(1)"
 
 
 @dataclass
-class Case:
+class Case(harness.Data):
     """A collective on this rank: float32 whose values tell rank and place; `size` is the bytes that a rank sends."""
 
     size: int
@@ -46,7 +46,6 @@ class Case:
     x: Tensor
     out: Tensor
     expected: Tensor
-    skew: str = "even"
 
     @property
     def nbytes(self) -> list[int]:
@@ -103,7 +102,7 @@ def contender(name: str, group: Any, what: str) -> Contender:
 
 
 @dataclass
-class Training:
+class Training(harness.Data):
     """A model of linear layers, wrapped for each group; a step is forward, backward and the reduction of gradients."""
 
     what: str
@@ -111,13 +110,7 @@ class Training:
     model: nn.Sequential
     x: Tensor
     size: int
-    skew: str = "even"
-    wrapped: dict[str, nn.Module] = field(default_factory=dict)
     expected: Tensor | None = None
-
-    @property
-    def nbytes(self) -> list[int]:
-        return [self.size] * self.comm.size
 
     def _wrap(self, group: Any) -> nn.Module:
         if self.what.startswith("DDP"):
@@ -128,15 +121,11 @@ class Training:
         return fully_shard(model, mesh=mesh)
 
     def step(self, name: str, group: Any) -> Tensor:
-        if name not in self.wrapped:
-            self.wrapped[name] = self._wrap(group)
-        model = self.wrapped[name]
+        model = self.once(name, lambda: self._wrap(group))
         model.zero_grad(set_to_none=True)
         model(self.x).square().mean().backward()
         found: Any = next(model.parameters()).grad
         return found.to_local() if isinstance(found, DTensor) else found
-
-    def reset(self) -> None: ...
 
     def correct(self, result: Tensor) -> bool:
         """The gradient is the first contender's, which is gloo's."""
@@ -159,36 +148,24 @@ def make_training(comm: MPI.Intracomm, what: str) -> Training:
 
 
 @dataclass
-class Resharding:
+class Resharding(harness.Data):
     """A matrix of float32 in rows for each group, whose values tell the place; a step makes columns of it."""
 
     comm: MPI.Intracomm
     size: int
     what: str = DTENSOR
-    skew: str = "even"
-    wrapped: dict[str, DTensor] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> list[int]:
-        return [self.size] * self.comm.size
 
     def __post_init__(self) -> None:
         columns = 1024 * self.comm.size
         self._whole = torch.arange(self.size // 4 * self.comm.size).float().view(-1, columns)
 
     def step(self, name: str, group: Any) -> Tensor:
-        if name not in self.wrapped:
-            rows = self._whole.chunk(self.comm.size)[self.comm.rank].clone()
-            self.wrapped[name] = DTensor.from_local(rows, DeviceMesh.from_group(group, "cpu"), [Shard(0)])
-        return self.wrapped[name].redistribute(placements=[Shard(1)]).to_local()
-
-    def reset(self) -> None: ...
+        rows = self.once("rows", lambda: self._whole.chunk(self.comm.size)[self.comm.rank].clone())
+        whole = self.once(name, lambda: DTensor.from_local(rows, DeviceMesh.from_group(group, "cpu"), [Shard(0)]))
+        return whole.redistribute(placements=[Shard(1)]).to_local()
 
     def correct(self, result: Tensor) -> bool:
         return torch.equal(result, self._whole.chunk(self.comm.size, 1)[self.comm.rank])
-
-    def intact(self) -> bool:
-        return True
 
 
 def _stepping(name: str, group: Any) -> Contender:

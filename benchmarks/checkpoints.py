@@ -19,25 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import harness
-import memory
-import results
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import Step
 from mpi4py import MPI
-from report import table
 from results import (
-    DCP_CONSOLIDATED,
-    DCP_FOLDER,
-    DCP_READER,
-    DCP_WRITER,
     ELSEWHERE,
     LOAD,
-    LOAD_H5,
     SAVE,
-    SAVE_H5,
-    SAVE_SAFETENSORS,
 )
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -53,7 +43,7 @@ State = dict[str, Tensor]
 
 
 @dataclass
-class Case:
+class Case(harness.Data):
     """The state on this rank: each value is its index in the whole tensor, plus the number of the tensor.
 
     Attributes:
@@ -69,7 +59,6 @@ class Case:
     group: dist.ProcessGroup
     state: State
     loaded: State
-    skew: str = "even"
 
     @property
     def nbytes(self) -> list[int]:
@@ -205,19 +194,22 @@ def _back_from_parts(pattern: str, case: Case) -> State:
 
 
 _LOADS = [
-    Contender(DCP_FOLDER, load_folder),
-    Contender(DCP_READER, load_h5),
-    Contender(LOAD_H5, load_by_hpcdist),
+    Contender("DCP, a folder of files", load_folder),
+    Contender("DCP, hpcdist's HDF5Reader", load_h5),
+    Contender("staging.load, .h5", load_by_hpcdist),
 ]
 CONTENDERS = {
     SAVE: [
-        Contender(DCP_FOLDER, _checked(save_folder, load_folder)),
-        Contender(DCP_WRITER, _checked(save_h5, partial(_back, "x.h5"))),
-        Contender(DCP_CONSOLIDATED, _checked(save_consolidated, partial(_back_from_parts, "hf/*.safetensors"))),
-        Contender("gathered on rank 0, torch.save", _checked(save_on_root, _back_from_torch)),
-        Contender(SAVE_H5, _checked(partial(save_by_hpcdist, "y.h5"), partial(_back, "y.h5"))),
+        Contender("DCP, a folder of files", _checked(save_folder, load_folder)),
+        Contender("DCP, hpcdist's HDF5Writer", _checked(save_h5, partial(_back, "x.h5"))),
         Contender(
-            SAVE_SAFETENSORS,
+            "DCP, consolidated to one safetensors",
+            _checked(save_consolidated, partial(_back_from_parts, "hf/*.safetensors")),
+        ),
+        Contender("gathered on rank 0, torch.save", _checked(save_on_root, _back_from_torch)),
+        Contender("staging.save, .h5", _checked(partial(save_by_hpcdist, "y.h5"), partial(_back, "y.h5"))),
+        Contender(
+            "staging.save, .safetensors",
             _checked(partial(save_by_hpcdist, "y.safetensors"), partial(_back_from_parts, "y.safetensors")),
         ),
     ],
@@ -226,46 +218,20 @@ CONTENDERS = {
 }
 
 
-def costs(case: Case) -> str:
-    """Format the bytes that all ranks read from files in one call, and its peak memory on the rank with most."""
-    rows = []
-    for contender in CONTENDERS[case.what]:
-        contender.call(case)
-        before = _bytes_read()
-        extra = memory.peak(case.comm, partial(contender.call, case))
-        read = case.comm.allreduce(_bytes_read() - before)
-        state = sum(case.nbytes)
-        rows.append([contender.name, f"{read / state:.2f}", f"{extra / case.nbytes[0]:.2f}"])
-    head = [f"{case.what}, np {case.comm.size}", "bytes read, all ranks, by the state", "peak memory, by a rank's part"]
-    return table(head, rows)
-
-
-def _bytes_read() -> int:
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(fields["rchar"])
-
-
 def main() -> None:
     parser = harness.parser(__doc__, "64M", seconds=120)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
-    parser.add_argument("--only", type=harness.some_of(CONTENDERS), default=list(CONTENDERS), metavar="LIST")
+    harness.choice(parser, "--only", CONTENDERS)
     asked = parser.parse_args()
     with hd.init(device="cpu") as world, harness.shared_folder(world.comm, asked.folder, "checkpoints") as folder:
         group = dist.new_group(backend="gloo")
         record = harness.start("checkpoints", world.comm)
-        steps, tables = [], []
+        steps = []
         for what in asked.only:
             for size in asked.sizes:
                 make = partial(make_case, what=what, size=size, folder=folder / "files", group=group)
                 steps.append(Step(make, CONTENDERS[what]))
         harness.run(record, world.comm, steps, asked)
-        for what in asked.only:
-            tables.append(costs(make_case(world.comm, what, asked.sizes[-1], folder / "files", group)))
-        if world.rank == 0:
-            print(*tables, sep="\n\n")
-            for case in record.cases:
-                found = {t.name: results.ratio(case, DCP_FOLDER, t.name) for t in case.timings}
-                print(case.what, {name: f"{r.median:.2f} times faster" for name, r in found.items() if r})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A shared file system that is slow, for benchmarks: an SFTP server whose rates all clients share; sshfs mounts it.
 
-python benchmarks/file_server.py --folder DIR --port 7000 --requests 1000 --bandwidth 100M
+python benchmarks/file_server.py --folder DIR --port 7000 --requests 1000 --bandwidth 104857600
 sshfs -o directport=7000 HOST:/ MOUNTPOINT                  on each client; needs sshfs and openssh-sftp-server
 
 Each client has a connection with an sftp-server of its own. Requests that are no data (open, close, attributes, names)
@@ -26,7 +26,6 @@ SERVERS = ("/usr/lib/openssh/sftp-server", "/usr/libexec/openssh/sftp-server", "
 _READ, _WRITE = 5, 6  # SSH_FXP_READ and SSH_FXP_WRITE
 _LENGTH = struct.Struct(">I")
 _CHUNK = 2**18
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 class Bucket:
@@ -96,17 +95,12 @@ def serve(folder: Path, port: int, rates: tuple[float, float]) -> None:
         process.stdout.close()
 
 
-def nbytes(text: str) -> int:
-    """Parse a number of bytes: 100M."""
-    return int(text[:-1]) * _UNITS[text[-1]] if text[-1:] in _UNITS else int(text)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--port", type=int, default=7000)
     parser.add_argument("--requests", type=float, default=1000, help="a second (1000)")
-    parser.add_argument("--bandwidth", type=nbytes, default=100 * 2**20, help="bytes a second (100M)")
+    parser.add_argument("--bandwidth", type=int, default=100 * 2**20, help="bytes a second")
     asked = parser.parse_args()
     serve(asked.folder, asked.port, (asked.requests, asked.bandwidth))
     return 0

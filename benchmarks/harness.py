@@ -41,6 +41,31 @@ class Step:
     contenders: Sequence[Contender]
 
 
+class Data:
+    """What most data of a case have in common; the rest is that of hpcdist.compare.timing.Data."""
+
+    comm: MPI.Intracomm
+    size: int
+    skew = "even"
+    what = ""
+
+    @property
+    def nbytes(self) -> list[int]:
+        return [self.size] * self.comm.size
+
+    def once(self, key: object, make: Callable[[], Any]) -> Any:
+        """Return the result of `make` from the first call, which is not timed."""
+        cache: dict[object, Any] = self.__dict__.setdefault("_cache", {})
+        if key not in cache:
+            cache[key] = make()
+        return cache[key]
+
+    def reset(self) -> None: ...
+
+    def intact(self) -> bool:
+        return True
+
+
 def run(record: results.Record, comm: MPI.Intracomm, steps: Sequence[Step], asked: argparse.Namespace) -> None:
     """Time every step, print on rank 0, write JSON. Collective; `asked` comes from :func:`parser`."""
     root, end = comm.rank == ROOT, time.monotonic() + asked.seconds
@@ -126,8 +151,8 @@ def parser(what: str, sizes_: str, seconds: float = 150, budget: float = 12) -> 
     return found
 
 
-def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """Return a parser of known words for the command line."""
+def choice(parser: argparse.ArgumentParser, option: str, known: Iterable[str]) -> None:
+    """Add an option that takes a list of known words; the default is all of them."""
 
     def parse(text: str) -> list[str]:
         found = words(text)
@@ -135,7 +160,7 @@ def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
             raise argparse.ArgumentTypeError(f"expected some of {','.join(known)}, got {text!r}")
         return found
 
-    return parse
+    parser.add_argument(option, type=parse, default=",".join(known), metavar="LIST", help="%(default)s")
 
 
 def words(text: str) -> list[str]:

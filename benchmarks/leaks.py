@@ -13,12 +13,11 @@ import argparse
 import ctypes
 import gc
 import os
-import shutil
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,6 +123,10 @@ def _records(world: hd.World) -> int:
     return found
 
 
+Call = Callable[[int], object]
+Make = Callable[[hd.World, Path], Call]
+
+
 class Kind(NamedTuple):
     """A kind of call: `make` returns a function that makes the call for the i-th time.
 
@@ -135,7 +138,7 @@ class Kind(NamedTuple):
         kept: objects that torch itself keeps of every call.
     """
 
-    make: Callable[[hd.World, Path], Callable[[int], object]]
+    make: Make
     one_of: int = 1
     least: int = 1
     warm_up: int = 5
@@ -143,36 +146,22 @@ class Kind(NamedTuple):
     kept: int = 0
 
 
-def _ever_other(i: int) -> int:
-    return i % 20_011  # 80 kB at most
-
-
-def _collectives(rows: Callable[[int], int]) -> dict[str, Callable[[hd.World, Path], Callable[[int], object]]]:
-    def gather(world: hd.World, folder: Path) -> Callable[[int], object]:
-        return lambda i: hd.gather(torch.ones(rows(i)), root=0)
-
-    def concat(world: hd.World, folder: Path) -> Callable[[int], object]:
-        return lambda i: hd.concat(torch.ones(rows(i)))
-
-    def split(world: hd.World, folder: Path) -> Callable[[int], object]:
-        return lambda i: hd.split(torch.ones(rows(i) * world.world_size) if world.rank == 0 else None)
-
-    def redistribute(world: hd.World, folder: Path) -> Callable[[int], object]:
+def _collectives(rows: Callable[[int], int]) -> dict[str, Make]:
+    def redistribute(world: hd.World, folder: Path) -> Call:
         wide = world.world_size
         return lambda i: hd.redistribute(torch.ones(rows(i), wide), hd.Split(0), hd.Split(1))
 
-    return {"gather": gather, "concat": concat, "split": split, "redistribute": redistribute}
+    return {
+        "gather": lambda world, folder: lambda i: hd.gather(torch.ones(rows(i)), root=0),
+        "concat": lambda world, folder: lambda i: hd.concat(torch.ones(rows(i))),
+        "split": lambda world, folder: (
+            lambda i: hd.split(torch.ones(rows(i) * world.world_size) if world.rank == 0 else None)
+        ),
+        "redistribute": redistribute,
+    }
 
 
-def _structures(world: hd.World, folder: Path) -> Callable[[int], object]:
-    return lambda i: hd.concat({"x": torch.ones(i % 7), "names": ["a"] * (i % 3), "loss": 0.5})
-
-
-def _gradients(world: hd.World, folder: Path) -> Callable[[int], object]:
-    return lambda i: hd.concat(torch.ones(i % 7 + 1, requires_grad=True)).sum().backward()
-
-
-def _send(world: hd.World, folder: Path) -> Callable[[int], object]:
+def _send(world: hd.World, folder: Path) -> Call:
     other = world.rank ^ 1
 
     def call(i: int) -> None:
@@ -187,8 +176,12 @@ def _send(world: hd.World, folder: Path) -> Callable[[int], object]:
     return call
 
 
-def _isend(world: hd.World, folder: Path) -> Callable[[int], object]:
-    after, before = (world.rank + 1) % world.world_size, (world.rank - 1) % world.world_size
+def _neighbours(world: hd.World) -> tuple[int, int]:
+    return (world.rank + 1) % world.world_size, (world.rank - 1) % world.world_size
+
+
+def _isend(world: hd.World, folder: Path) -> Call:
+    after, before = _neighbours(world)
 
     def call(i: int) -> None:
         received, sent = hd.irecv(before, i % 5), hd.isend(torch.ones(i % 700), after, i % 5)
@@ -198,17 +191,13 @@ def _isend(world: hd.World, folder: Path) -> Callable[[int], object]:
     return call
 
 
-def _async(world: hd.World, folder: Path) -> Callable[[int], object]:
-    return lambda i: hd.concat(torch.ones(i % 700), async_op=True).wait(60)
-
-
-def _plan_calls(world: hd.World, folder: Path) -> Callable[[int], object]:
+def _plan_calls(world: hd.World, folder: Path) -> Call:
     x = torch.ones(3)
     plans: list[Any] = [hd.plan(hd.concat, x), hd.plan(hd.gather, x), hd.plan(hd.split, x if world.rank == 0 else None)]
     return lambda i: plans[i % 3](x if i % 3 < 2 or world.rank == 0 else None)
 
 
-def _plans(world: hd.World, folder: Path) -> Callable[[int], object]:
+def _plans(world: hd.World, folder: Path) -> Call:
     def call(i: int) -> None:
         x = torch.ones(i % 20 + 1, 2)
         whole = x if world.rank == 0 else None
@@ -220,7 +209,7 @@ def _plans(world: hd.World, folder: Path) -> Callable[[int], object]:
     return call
 
 
-def _refused(world: hd.World, folder: Path) -> Callable[[int], object]:
+def _refused(world: hd.World, folder: Path) -> Call:
     def call(i: int) -> None:
         with suppress(hd.RankError):
             hd.concat(torch.ones(3), dim=world.rank + 1)
@@ -229,7 +218,7 @@ def _refused(world: hd.World, folder: Path) -> Callable[[int], object]:
     return call
 
 
-def _large(world: hd.World, folder: Path, shared: bool = False) -> Callable[[int], object]:
+def _large(world: hd.World, folder: Path, shared: bool = False) -> Call:
     x = torch.ones(2**19)  # 2 MiB
     kept: list[Tensor] = []
 
@@ -240,11 +229,7 @@ def _large(world: hd.World, folder: Path, shared: bool = False) -> Callable[[int
     return call
 
 
-def _shared(world: hd.World, folder: Path) -> Callable[[int], object]:
-    return _large(world, folder, shared=True)
-
-
-def _files(world: hd.World, folder: Path) -> Callable[[int], object]:
+def _files(world: hd.World, folder: Path) -> Call:
     def call(i: int) -> None:
         hd.staging.save(folder / "x.h5", {"x": torch.ones(1000 + i % 7), "y": torch.ones(3)})
         hd.staging.load(folder / "x.h5")
@@ -252,7 +237,7 @@ def _files(world: hd.World, folder: Path) -> Callable[[int], object]:
     return call
 
 
-def _comms(world: hd.World, folder: Path) -> Callable[[int], object]:
+def _comms(world: hd.World, folder: Path) -> Call:
     """Communicators of some of the ranks, used in front and in the background, then freed."""
 
     def call(i: int) -> None:
@@ -266,7 +251,7 @@ def _comms(world: hd.World, folder: Path) -> Callable[[int], object]:
     return call
 
 
-def _torch_groups(world: hd.World, folder: Path) -> Callable[[int], object]:
+def _torch_groups(world: hd.World, folder: Path) -> Call:
     def call(i: int) -> None:
         group = dist.new_group()
         hd.concat(torch.ones(3), group=group)
@@ -275,10 +260,9 @@ def _torch_groups(world: hd.World, folder: Path) -> Callable[[int], object]:
     return call
 
 
-def _backend(world: hd.World, folder: Path) -> Callable[[int], object]:
+def _backend(world: hd.World, folder: Path) -> Call:
     """torch's calls with backend "mpi": at once, in the background, between two ranks."""
-    group = dist.new_group(backend="mpi")
-    after, before = (world.rank + 1) % world.world_size, (world.rank - 1) % world.world_size
+    group, (after, before) = dist.new_group(backend="mpi"), _neighbours(world)
     calls: list[Callable[[Tensor], object]] = [
         lambda x: dist.all_reduce(x, group=group),
         lambda x: dist.all_reduce(x, group=group, async_op=True).wait(),
@@ -289,7 +273,7 @@ def _backend(world: hd.World, folder: Path) -> Callable[[int], object]:
     return lambda i: calls[i % len(calls)](torch.ones(i % 700))
 
 
-def _backend_groups(world: hd.World, folder: Path) -> Callable[[int], object]:
+def _backend_groups(world: hd.World, folder: Path) -> Call:
     def call(i: int) -> None:
         group = dist.new_group(backend="mpi")
         dist.all_reduce(torch.ones(3), group=group, async_op=i % 2 == 0)
@@ -298,23 +282,22 @@ def _backend_groups(world: hd.World, folder: Path) -> Callable[[int], object]:
     return call
 
 
-def _comms_alone(world: hd.World, folder: Path) -> Callable[[int], object]:
-    return lambda i: world.comm.Split(0 if i % 2 else world.rank % 2, world.rank).Free()
-
-
-def _torch_groups_alone(world: hd.World, folder: Path) -> Callable[[int], object]:
-    return lambda i: dist.destroy_process_group(dist.new_group())
-
-
 KINDS: dict[str, Kind] = {
     **{f"{verb}, 12 B": Kind(make) for verb, make in _collectives(lambda i: 3).items()},
-    **{f"{verb}, ever other sizes": Kind(make, 1, 1, _CACHED) for verb, make in _collectives(_ever_other).items()},
-    "concat of structures": Kind(_structures),
-    "concat, with gradients": Kind(_gradients),
-    "concat, async_op": Kind(_async),
+    **{  # 80 kB at most
+        f"{verb}, ever other sizes": Kind(make, 1, 1, _CACHED)
+        for verb, make in _collectives(lambda i: i % 20_011).items()
+    },
+    "concat of structures": Kind(
+        lambda world, folder: lambda i: hd.concat({"x": torch.ones(i % 7), "names": ["a"] * (i % 3), "loss": 0.5})
+    ),
+    "concat, with gradients": Kind(
+        lambda world, folder: lambda i: hd.concat(torch.ones(i % 7 + 1, requires_grad=True)).sum().backward()
+    ),
+    "concat, async_op": Kind(lambda world, folder: lambda i: hd.concat(torch.ones(i % 700), async_op=True).wait(60)),
     "concat, refused": Kind(_refused),
     "concat, 2 MiB from the pool": Kind(_large, 100),
-    "concat, 2 MiB shared": Kind(_shared, 100, cached=3 * SPARE),
+    "concat, 2 MiB shared": Kind(partial(_large, shared=True), 100, cached=3 * SPARE),
     "plans called": Kind(_plan_calls),
     "plans made and dropped": Kind(_plans, 4),
     "send, recv": Kind(_send, least=2),
@@ -324,8 +307,6 @@ KINDS: dict[str, Kind] = {
     "groups of communicators": Kind(_comms, 0),
     "groups of torch, backend mpi": Kind(_backend_groups, 0, kept=1),
     "groups of torch": Kind(_torch_groups, 0, kept=1),
-    "(communicators without hpcdist)": Kind(_comms_alone, 0),
-    "(groups of torch without hpcdist)": Kind(_torch_groups_alone, 0),
 }
 
 
@@ -333,7 +314,6 @@ class Growth(NamedTuple):
     """What the rank that grew most has more than before, of each thing, after `calls` calls of a kind."""
 
     calls: int
-    seconds: float
     before: State
     more: State
     cached: int
@@ -352,77 +332,52 @@ class Growth(NamedTuple):
         ]
 
 
-def grow(world: hd.World, kind: Kind, calls: int, folder: Path, progress: Callable[[], object] | None = None) -> Growth:
+def grow(world: hd.World, kind: Kind, calls: int, folder: Path) -> Growth:
     """Make the calls, the first tenth of them as a warm-up; compare what there is before and after. Collective."""
     comm, warm_up = world.comm, max(kind.warm_up, calls // 10)
     call = kind.make(world, folder)
     for i in range(warm_up):
         call(i)
     state(world)  # makes what it needs itself
-    before, start = state(world), time.monotonic()
+    before = state(world)
     for i in range(warm_up, warm_up + calls):
         call(i)
-        if progress is not None:
-            progress()
-    seconds = time.monotonic() - start
     after = state(world)
     most = [comm.allreduce(b - a, op=MPI.MAX) for a, b in zip(before, after, strict=True)]
     first = State(*(comm.allreduce(a, op=MPI.MAX) for a in before))
-    return Growth(calls, seconds, first, State(*most), kind.cached, kind.kept)
-
-
-@contextmanager
-def own_folder(world: hd.World) -> Iterator[Path]:
-    """A new folder for the files of all ranks."""
-    folder = Path(world.comm.bcast(tempfile.mkdtemp(prefix="hpcdist-leaks-") if world.rank == 0 else None))
-    try:
-        yield folder
-    finally:
-        world.comm.Barrier()
-        if world.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _row(name: str, growth: Growth) -> list[str]:
-    pairs = zip(UNITS, growth.before, growth.more, strict=True)
-    cells = [f"{b:.1f} {m:+.1f}" if unit == "MiB" else f"{b:.0f} {m:+.0f}" for unit, b, m in pairs]
-    flat = "-" if name.startswith("(") else "NO" if growth.leaks() else "yes"
-    return [name, f"{growth.calls:,}", f"{1e6 * growth.seconds / growth.calls:.0f}", *cells, flat]
+    return Growth(calls, first, State(*most), kind.cached, kind.kept)
 
 
 def main() -> None:
-    from report import table
-    from tqdm import tqdm
+    from harness import shared_folder
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=100_000, help="calls of each kind (%(default)s)")
     parser.add_argument("--groups", type=int, default=10_000, help="groups made and freed (%(default)s)")
     parser.add_argument("--only", default="", metavar="LIST", help="kinds with one of these words in their name")
     asked = parser.parse_args()
-    with hd.init(device="cpu", backend="gloo") as world, own_folder(world) as folder:
-        root = world.rank == 0
-        chosen = [name for name in KINDS if any(word in name for word in asked.only.split(","))]
-        rows, leaks = [], []
-        for name in chosen:
-            kind = KINDS[name]
-            if world.world_size < kind.least:
+    found = []
+    with (
+        hd.init(device="cpu", backend="gloo") as world,
+        shared_folder(world.comm, Path(tempfile.gettempdir()), "leaks") as folder,
+    ):
+        if world.rank == 0:
+            print("", "kind", "calls", *State._fields, "flat", "", sep=" | ")
+            print("|---" * (len(State._fields) + 3) + "|")
+        for name, kind in KINDS.items():
+            if world.world_size < kind.least or not any(word in name for word in asked.only.split(",")):
                 continue
             calls = max(1, asked.calls // kind.one_of) if kind.one_of else asked.groups
-            with tqdm(total=calls, desc=name, unit="call", disable=None if root else True, leave=False) as bar:
-                growth = grow(world, kind, calls, folder, bar.update)
-            rows.append(_row(name, growth))
-            if root:
-                tqdm.write(" | ".join(rows[-1]))
-            leaks += [f"{name}: {leak}" for leak in growth.leaks() if not name.startswith("(")]
-        if root:
-            units = [
-                f"{name}, {unit}" if unit == "MiB" else name for name, unit in zip(State._fields, UNITS, strict=True)
-            ]
-            vendor, version = MPI.get_vendor()
-            print(f"\n{vendor} {'.'.join(map(str, version))}, np {world.world_size}; before, and the growth:\n")
-            print(table(["kind", "calls", "us a call", *units, "flat"], rows))
-            print(*(f"\nnot flat: {leak}" for leak in leaks))
-    sys.exit(1 if leaks else 0)
+            growth = grow(world, kind, calls, folder)
+            cells = [f"{b:.1f} {more:+.1f}" for b, more in zip(growth.before, growth.more, strict=True)]
+            leaks = growth.leaks()
+            found += [f"{name}: {leak}" for leak in leaks]
+            if world.rank == 0:
+                flat = "NO" if leaks else "yes"
+                print("", name, f"{calls:,}", *cells, flat, "", sep=" | ", flush=True)
+        if world.rank == 0:
+            print(*(f"not flat: {leak}" for leak in found), sep="\n")
+    sys.exit(1 if found else 0)
 
 
 if __name__ == "__main__":

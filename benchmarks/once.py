@@ -1,7 +1,6 @@
 """Single questions, whose answers are printed and not kept: each way in turn, the slowest rank counts.
 
 mpirun -n 2 python benchmarks/once.py async_save --folder DIR    until a save in the background returns, beside a copy
-mpirun -n 2 python benchmarks/once.py load_once --folder DIR     tensors that all ranks want whole: by each, or once
 mpirun -n 2 python benchmarks/once.py pages --folder DIR         the cost of keeping each page to one writing rank
 mpirun -n 2 python benchmarks/once.py stopping                   world.should_stop() beside an all_reduce of 8 bytes
 
@@ -11,7 +10,6 @@ DIR is on the disk to measure. On GPUs, async_save copies to pinned memory.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import random
 import tempfile
 import time
@@ -96,49 +94,6 @@ def async_save(world: hd.World, asked: argparse.Namespace, folder: Path) -> None
             compare(world, title, ways, asked.rounds, before=partial(other.add_, 1))
 
 
-def load_once(world: hd.World, asked: argparse.Namespace, folder: Path) -> None:
-    options: dict[str, dict[str, Any]] = {
-        "every rank reads": {"once_per": "rank"},
-        "the same once more (control)": {"once_per": "rank"},
-        "default": {},
-        "read once a job": {"once_per": "job"},
-        "one copy a node": {"shared": True},
-    }
-    for size in asked.sizes or harness.sizes("1M,64M,256M"):
-        for count in (1, 16):
-            path = folder / f"{count}.h5"
-            tensors = {f"x{i}": torch.arange(size // count // 8) + i for i in range(count)}
-            hd.staging.save(path, tensors, None)
-            ways = {name: partial(hd.staging.load, path, dim=None, **option) for name, option in options.items()}
-            rows = [[name, *_moved(world, path, tensors, option)] for name, option in options.items()]
-            if world.rank == 0:
-                print(table([f"load of {show_size(size)} in {count} tensors, MiB", "read", "sent", "memory"], rows))
-            compare(world, "the same", ways, asked.rounds)
-
-
-def _moved(world: hd.World, path: Path, expected: Mapping[str, torch.Tensor], options: dict[str, Any]) -> list[str]:
-    """Check a load; return the MiB of all ranks that it read and sent, and of memory that it added. Collective."""
-    comm, plan = world.comm, hd.plan(hd.staging.load, path, dim=None, **options)
-    hd.memory.empty_cache()
-    ctypes.CDLL(None).malloc_trim(0)
-    comm.Barrier()
-    before = _counters()
-    got = hd.staging.load(path, dim=None, **options)
-    right = all(torch.equal(got[name], x) for name, x in expected.items())
-    comm.Barrier()  # since memory that ranks share counts by how many have it
-    read, memory = (comm.allreduce(after - first) for after, first in zip(_counters(), before, strict=True))
-    if not all(comm.allgather(right)) or abs(read - plan.file_bytes_of_all) > 2**20 * comm.size:  # and its structure
-        raise SystemExit(f"wrong data with {options}, or {read:,} bytes read, expected {plan.file_bytes_of_all:,}")
-    return [f"{nbytes / 2**20:.0f}" for nbytes in (read, plan.sent_by_all, memory)]
-
-
-def _counters() -> tuple[int, int]:
-    """Return the bytes that this process has read so far, and its part of the memory that it maps."""
-    lines = Path("/proc/self/io").read_text() + Path("/proc/self/smaps_rollup").read_text().partition("\n")[2]
-    fields = dict(line.split(":") for line in lines.splitlines())
-    return int(fields["rchar"]), int(fields["Pss"].split()[0]) * 1024
-
-
 def pages(world: hd.World, asked: argparse.Namespace, folder: Path) -> None:
     states: dict[str, Any] = {
         "1 MiB a rank": torch.arange(2**17),
@@ -167,7 +122,7 @@ def stopping(world: hd.World, asked: argparse.Namespace, folder: Path) -> None:
     compare(world, "stopping", ways, asked.rounds, calls=200)
 
 
-QUESTIONS = {"async_save": async_save, "load_once": load_once, "pages": pages, "stopping": stopping}
+QUESTIONS = {"async_save": async_save, "pages": pages, "stopping": stopping}
 
 
 def main() -> None:

@@ -76,7 +76,7 @@ METHODS = {
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(harness.Data):
     """Equal shards to concatenate, and a computation.
 
     Attributes:
@@ -97,10 +97,6 @@ class Case:
     matrix: Tensor
     steps: int
     seconds: float
-
-    @property
-    def nbytes(self) -> list[int]:
-        return [self.size] * self.comm.size
 
     @property
     def is_late(self) -> bool:
@@ -198,14 +194,11 @@ CONTENDERS = [
 
 def main() -> None:
     parser = harness.parser(__doc__, "64M")
-    parser.add_argument("--methods", type=harness.words, default=",".join(METHODS), metavar="LIST", help="%(default)s")
-    parser.add_argument("--kinds", type=harness.words, default=",".join(KINDS), metavar="LIST", help="%(default)s")
+    harness.choice(parser, "--methods", METHODS)
+    harness.choice(parser, "--kinds", KINDS)
     asked = parser.parse_args()
-    if not set(asked.methods) <= set(METHODS) or not set(asked.kinds) <= set(KINDS):
-        parser.error(f"expected --methods of {', '.join(METHODS)} and --kinds of {', '.join(KINDS)}")
     with hd.init(device="cpu", backend="gloo") as world:
         record = harness.start("overlap", world.comm)
-        torch.set_num_threads(record.threads)
         steps = [
             Step(partial(make_case, size=size, kind=kind, method=method), CONTENDERS)
             for method, kind, size in product(asked.methods, asked.kinds, asked.sizes)

@@ -21,9 +21,6 @@ GLOO_PADDED = "gloo, padded"
 GLOO_BY_ROOT, GLOO_OBJECT = "gloo, sends to the root, broadcast", "gloo, all_gather_object"
 GLOO_GROUP, MPI_GROUP = "gloo", "mpi"  # backend; the baseline is gloo
 # redistribute; the baseline is pack, Alltoallv, unpack
-ALLTOALLV_OWN, ALLTOALLW = "Alltoallv, own piece by MPI too", "Alltoallw, subarrays"
-ALLTOALLW_COPY, MESSAGES = "Alltoallw, own piece copied", "Isend, Irecv, subarrays, own piece copied"
-BY_HAND = (BASELINE, ALLTOALLV_OWN, ALLTOALLW, ALLTOALLW_COPY, MESSAGES)  # all into preallocated memory
 DTENSOR = "DTensor on gloo"
 KINDS = {
     "columns": "rows to columns",
@@ -31,19 +28,11 @@ KINDS = {
     "tiles": "rows to tiles",
     "ragged": "ragged rows to even rows",
 }
-GLOO_ONE_BY_ONE = "gloo, one by one"  # structures; the baseline is one call per tensor
 # staging; the baseline is the operating system's calls for the same bytes in one shared file
 POSIX = "POSIX"
-HPCDIST = "hpcdist"
-HPCDIST_MPIO, HPCDIST_POSIX = "hpcdist, writer mpio", "hpcdist, writer posix"
-UNCHECKED, UNVERIFIED = "hpcdist, checksums switched off", "hpcdist, verify=False"
 PLAIN_H5PY, H5PY_ALONE = "h5py, collective", "h5py, each rank on its own"
-SAFETENSORS = "safetensors, a file a rank, copied"
 WRITER = "staging writer"  # key in a record's versions: the meaning of writer="auto"
-# checkpoints; the baseline is DCP's own folder
-DCP_FOLDER, DCP_CONSOLIDATED = "DCP, a folder of files", "DCP, consolidated to one safetensors"
-DCP_WRITER, DCP_READER = "DCP, hpcdist's HDF5Writer", "DCP, hpcdist's HDF5Reader"
-SAVE_H5, SAVE_SAFETENSORS, LOAD_H5 = "staging.save, .h5", "staging.save, .safetensors", "staging.load, .h5"
+# checkpoints
 SAVE, LOAD, ELSEWHERE = "save", "load", "load of what one rank has saved"
 # overlap; the baseline is one after the other
 AFTER, TOGETHER = "one after the other", "at once"

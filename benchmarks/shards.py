@@ -168,7 +168,7 @@ def peaks(comm: MPI.Intracomm, name: str, size: int) -> tuple[list[results.Peak]
 def main() -> None:
     parser = harness.parser(__doc__, "")
     parser.add_argument("name", choices=CONTENDERS)
-    parser.add_argument("--skew", type=harness.some_of(SKEWS), default=None, metavar="LIST", help=",".join(SKEWS))
+    harness.choice(parser, "--skew", SKEWS)
     asked = parser.parse_args()
     few = asked.name == "ranks"
     verb = "concat" if few else asked.name
@@ -183,7 +183,7 @@ def main() -> None:
                 print(record.no_peaks or report.memory_table(record, "peaks"))
         steps = [
             Step(partial(Case, verb=verb, size=size, skew=skew), CONTENDERS[asked.name])
-            for size, skew in product(sizes, asked.skew or (SKEWS[:1] if few else SKEWS))
+            for size, skew in product(sizes, SKEWS[:1] if few else asked.skew)
         ]
         harness.run(record, comm, steps, asked)
 

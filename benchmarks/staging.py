@@ -12,28 +12,288 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import product
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, product
 from pathlib import Path
+from unittest import mock
 
 import h5py
 import harness
 import report
 import results
-import safetensors
-import staging_peers as peers
+import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 from mpi4py import MPI
-from results import POSIX
-from staging_peers import COLUMNS, LOADS, SAVES, SERIAL, Case, Method, make_case, sync
+from results import (
+    CONTROL,
+    H5PY_ALONE,
+    PLAIN_H5PY,
+    POSIX,
+)
 from tqdm import tqdm
 
 import hpcdist as hd
 from hpcdist.compare.timing import plan
 
+# Ways with one file of all ranks.
+SHARED_FILE = (POSIX, "MPI-IO, Write_at_all", "MPI-IO, Read_at_all", PLAIN_H5PY, "h5py, independent", H5PY_ALONE)
 FEWEST = 3  # rounds, for a contender that is too slow for all of them
-SPACE = 5  # times the shards: the files of four formats that load reads, and one extra
+# Columns of int64; for dim1, those of each rank: a run of 16 KiB. With 1001, shards start in the middle of a page.
+COLUMNS = {"even": 1024, "ragged": 1001, "dim1": 2048}
+SERIAL = None if h5py.get_config().mpi else f"h5py {h5py.__version__} was built without MPI here"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tensor of int64 split along a dim; each value is its index in the whole, to detect misplaced data.
+
+    Attributes:
+        size: mean bytes of a shard.
+        layout: key of COLUMNS; ragged: of n ranks, rank r holds (2r+1)/n of `size`.
+        counts: extent of each rank's shard along `dim`.
+        nbytes: bytes of each rank's shard.
+        folder: folder for the files, empty or created by this case.
+        base: offset of the tensor in the shared file.
+    """
+
+    size: int
+    layout: str
+    comm: MPI.Intracomm
+    folder: Path
+    dim: int
+    counts: list[int]
+    shape: tuple[int, int]
+    nbytes: list[int]
+    shard: torch.Tensor
+    base: int = 0
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "x"
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Index of this rank's part in the whole."""
+        first = sum(self.counts[: self.comm.rank])
+        return (slice(None),) * self.dim + (slice(first, first + self.counts[self.comm.rank]),)
+
+    @property
+    def start(self) -> int:
+        """Offset of this rank's shard in the file if the shards are contiguous, as along dim 0."""
+        return self.base + sum(self.nbytes[: self.comm.rank])
+
+    def own(self, ending: str) -> Path:
+        """Return the path of a file of this rank alone."""
+        return self.folder / f"x-{self.comm.rank}.{ending}"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A contender: its call returns the loaded tensor, or None.
+
+    Attributes:
+        back: function to load what a save has written, to check it.
+        files: pattern of the files that a load reads, to bring them into the page cache.
+        in_order: whether a load reads as many bytes, but contiguous ones.
+        unsupported: reason why it cannot run here.
+    """
+
+    name: str
+    call: Callable[[Case], torch.Tensor | None]
+    back: Callable[[Case], torch.Tensor] | None = None
+    files: str = ""
+    in_order: bool = False
+    unsupported: str | None = None
+
+    @property
+    def shared(self) -> bool:
+        """Whether all ranks use one file, as with hpcdist."""
+        return self.name.startswith("hpcdist") or self.name in (CONTROL, *SHARED_FILE)
+
+
+def make_case(comm: MPI.Intracomm, folder: Path, size: int, layout: str) -> Case:
+    """Make the tensor of one size and layout, and this rank's shard."""
+    columns, n = COLUMNS[layout], comm.size
+    rows = max(n, size // (columns * 8))
+    if layout == "dim1":
+        counts, shape = [columns] * n, (rows, columns * n)
+        first = comm.rank * columns
+        shard = torch.arange(rows).unsqueeze(1) * shape[1] + torch.arange(first, first + columns)
+        return Case(size, layout, comm, folder, 1, counts, shape, [rows * columns * 8] * n, shard)
+    counts = [rows * (2 * r + 1) // n if layout == "ragged" else rows for r in range(n)]
+    first, end = (columns * edge for edge in list(accumulate(counts, initial=0))[comm.rank : comm.rank + 2])
+    nbytes = [count * columns * 8 for count in counts]
+    shard = torch.arange(first, end).view(-1, columns)
+    return Case(size, layout, comm, folder, 0, counts, (sum(counts), columns), nbytes, shard)
+
+
+def sync(path: Path) -> None:
+    """Sync a file, or the entries of a folder, to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+
+
+def save_posix(case: Case) -> None:
+    """Write a file that is either complete or missing, with minimal effort; along dim 1, as if it were dim 0."""
+    part = case.folder / ".x.part"
+    if case.comm.rank == 0:
+        part.touch()
+    case.comm.Barrier()
+    fd = os.open(part, os.O_WRONLY)
+    data, done = case.shard.numpy().data.cast("B"), 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], case.start + done)
+    os.fsync(fd)
+    os.close(fd)
+    case.comm.Barrier()
+    if case.comm.rank == 0:
+        os.replace(part, case.path)
+        sync(case.folder)
+
+
+def load_posix(case: Case) -> torch.Tensor:
+    out = torch.empty_like(case.shard)
+    data, done = out.numpy().data.cast("B"), 0
+    fd = os.open(case.path, os.O_RDONLY)
+    while done < len(data):
+        got = os.preadv(fd, [data[done:]], case.start + done)
+        if got == 0:
+            raise EOFError(case.path)
+        done += got
+    os.close(fd)
+    return out
+
+
+def save_hpcdist(case: Case, writer: str = "auto") -> None:
+    hd.staging.save(case.path, case.shard, dim=case.dim, writer=writer)
+
+
+class NoDigest:
+    """A substitute for checksums without cost."""
+
+    def update(self, data: memoryview, /) -> None:
+        pass
+
+    def intdigest(self) -> int:
+        return 0
+
+
+def save_unchecked(case: Case) -> None:
+    with mock.patch("hpcdist.formats.plain.digest", NoDigest):
+        save_hpcdist(case)
+
+
+def load_hpcdist(case: Case, verify: bool | None = None) -> torch.Tensor:
+    return hd.staging.load(case.path, "data", dim=case.dim, counts=case.counts, verify=verify)
+
+
+def view(case: Case, file: MPI.File) -> int:
+    """Set the view of this rank's part of the file; return the offset of its data in the view."""
+    if case.dim == 0:
+        return case.start
+    part = MPI.INT64_T.Create_subarray(case.shape, tuple(case.shard.shape), (0, case.index[1].start)).Commit()
+    file.Set_view(case.base, MPI.INT64_T, part)
+    part.Free()
+    return 0
+
+
+def save_mpiio(case: Case) -> None:
+    file = MPI.File.Open(case.comm, str(case.path), MPI.MODE_CREATE | MPI.MODE_WRONLY)
+    file.Write_at_all(view(case, file), [case.shard.numpy(), MPI.INT64_T])
+    file.Sync()
+    file.Close()
+
+
+def load_mpiio(case: Case) -> torch.Tensor:
+    out = torch.empty_like(case.shard)
+    file = MPI.File.Open(case.comm, str(case.path), MPI.MODE_RDONLY)
+    file.Read_at_all(view(case, file), [out.numpy(), MPI.INT64_T])
+    file.Close()
+    return out
+
+
+def save_h5py(case: Case, collective: bool) -> None:
+    """As in h5py's documentation."""
+    with h5py.File(case.path, "w", driver="mpio", comm=case.comm) as file:
+        dset = file.create_dataset("data", case.shape, "i8")
+        with dset.collective if collective else nullcontext():
+            dset[case.index] = case.shard.numpy()
+    sync(case.path)
+
+
+def load_h5py(case: Case) -> torch.Tensor:
+    with h5py.File(case.path, "r", driver="mpio", comm=case.comm) as file:
+        dset = file["data"]
+        with dset.collective:
+            return torch.from_numpy(dset[case.index])
+
+
+def load_h5py_alone(case: Case) -> torch.Tensor:
+    with h5py.File(case.path, "r") as file:
+        return torch.from_numpy(file["data"][case.index])
+
+
+def save_torch(case: Case) -> None:
+    torch.save(case.shard, case.own("pt"))
+    sync(case.own("pt"))
+
+
+def load_torch(case: Case) -> torch.Tensor:
+    return torch.load(case.own("pt"))
+
+
+def save_safetensors(case: Case) -> None:
+    safetensors.torch.save_file({"x": case.shard}, case.own("safetensors"))
+    sync(case.own("safetensors"))
+
+
+def load_safetensors(case: Case) -> torch.Tensor:
+    """Load, and clone: its tensors are lazy views of the mapped file, while the others return new memory."""
+    return safetensors.torch.load_file(case.own("safetensors"))["x"].clone()
+
+
+def save_dcp(case: Case) -> None:
+    """Save one key per rank, which allows shards of any shape; files are synced by default."""
+    dcp.save({f"x{case.comm.rank}": case.shard}, checkpoint_id=case.folder / "x-dcp")
+
+
+def load_dcp(case: Case) -> torch.Tensor:
+    state = {f"x{case.comm.rank}": torch.empty_like(case.shard)}
+    dcp.load(state, checkpoint_id=case.folder / "x-dcp")
+    return state[f"x{case.comm.rank}"]
+
+
+UNVERIFIED_LOAD = partial(load_hpcdist, verify=False)
+SAVES = [
+    Method(POSIX, save_posix, load_posix),
+    Method(CONTROL, save_posix, load_posix),
+    Method("hpcdist, writer mpio", partial(save_hpcdist, writer="mpio"), load_hpcdist, unsupported=SERIAL),
+    Method("hpcdist, writer posix", partial(save_hpcdist, writer="posix"), load_hpcdist),
+    Method("hpcdist, checksums switched off", save_unchecked, UNVERIFIED_LOAD),
+    Method("MPI-IO, Write_at_all", save_mpiio, load_mpiio),
+    Method(PLAIN_H5PY, partial(save_h5py, collective=True), load_h5py_alone, unsupported=SERIAL),
+    Method("h5py, independent", partial(save_h5py, collective=False), load_h5py_alone, unsupported=SERIAL),
+    Method("torch.save, a file a rank", save_torch, load_torch),
+    Method("torch DCP", save_dcp, load_dcp),
+    Method("safetensors, a file a rank", save_safetensors, load_safetensors),
+]
+LOADS = [
+    Method(POSIX, load_posix, files="x", in_order=True),
+    Method(CONTROL, load_posix, files="x", in_order=True),
+    Method("hpcdist", load_hpcdist, files="x"),
+    Method("hpcdist, verify=False", UNVERIFIED_LOAD, files="x"),
+    Method("MPI-IO, Read_at_all", load_mpiio, files="x"),
+    Method(PLAIN_H5PY, load_h5py, files="x", unsupported=SERIAL),
+    Method(H5PY_ALONE, load_h5py_alone, files="x"),
+    Method("torch.load, a file a rank", load_torch, files="x-*.pt"),
+    Method("torch DCP", load_dcp, files="x-dcp/*"),
+    Method("safetensors, a file a rank, copied", load_safetensors, files="x-*.safetensors"),
+]
 
 
 def clear(case: Case) -> None:
@@ -104,27 +364,12 @@ def measure(case: Case, methods: Sequence[Method], rounds: int, seconds: float) 
 def measure_loads(case: Case, methods: Sequence[Method], rounds: int, seconds: float) -> list[results.Timing]:
     """Measure loads, of hpcdist's file, which most of them read, or of their own. Collective."""
     clear(case)
-    for save in (peers.save_hpcdist, peers.save_torch, peers.save_dcp, peers.save_safetensors):
+    for save in (save_hpcdist, save_torch, save_dcp, save_safetensors):
         save(case)
     case.comm.Barrier()
     with h5py.File(case.path, "r") as file:
         base = file["data"].id.get_offset()
     return measure(replace(case, base=base), methods, rounds, seconds)
-
-
-def fitting(comm: MPI.Intracomm, folder: Path, sizes: Sequence[int]) -> tuple[list[int], list[str]]:
-    """Return (the sizes that fit, notes on the others), as determined by rank 0. Collective."""
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    memory = int(lines["MemAvailable"].removesuffix("kB")) * 1024
-    disk = shutil.disk_usage(folder).free
-    fit, notes = [], []
-    for size in sizes:
-        need = size * comm.size
-        if 4 * need > memory or SPACE * need > disk:  # the shard, the result, and copies that some contenders make
-            notes.append(f"{results.show_size(size)} a rank: left out: not enough memory or disk space")
-        else:
-            fit.append(size)
-    return comm.bcast((fit, notes))
 
 
 def run(asked: argparse.Namespace, world: hd.World, folder: Path) -> None:
@@ -136,11 +381,8 @@ def run(asked: argparse.Namespace, world: hd.World, folder: Path) -> None:
     kind = "without MPI" if SERIAL else f"HDF5 {h5py.version.hdf5_version} with MPI"
     record.versions |= {"h5py": f"{h5py.__version__} ({kind})", "safetensors": safetensors.__version__}
     record.versions[results.WRITER] = hd.staging.writer()[0]
-    sizes, notes = fitting(comm, folder, asked.sizes)
     root = comm.rank == 0
-    if root:
-        print(*notes, sep="\n", end="\n" if notes else "")
-    steps = list(product(asked.layouts, sizes, ("save", "load")))
+    steps = list(product(asked.layouts, asked.sizes, ("save", "load")))
     weights = [size for _, size, _ in steps]
     for done, (layout, size, what) in enumerate(tqdm(steps, "staging", disable=None if root else True)):
         case = make_case(comm, folder / "files", size, layout)
@@ -157,9 +399,10 @@ def run(asked: argparse.Namespace, world: hd.World, folder: Path) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes, layouts = "64M,256M,1G", ",".join(COLUMNS)
-    parser.add_argument("--sizes", type=harness.sizes, default=sizes, metavar="LIST", help=f"bytes per rank ({sizes})")
-    parser.add_argument("--layouts", type=lambda text: text.split(","), default=layouts, metavar="LIST", help=layouts)
+    parser.add_argument(
+        "--sizes", type=harness.sizes, default="64M", metavar="LIST", help="bytes per rank (%(default)s)"
+    )
+    harness.choice(parser, "--layouts", COLUMNS)
     parser.add_argument("--rounds", type=int, default=5, help="samples per contender (%(default)s)")
     parser.add_argument(
         "--seconds",
@@ -173,8 +416,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shared", action="store_true", help="only contenders with one file of all ranks")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for all samples; in a folder: MPI-npN-staging")
     asked = parser.parse_args()
-    if asked.rounds < 1 or not set(asked.layouts) <= set(COLUMNS):
-        parser.error(f"expected --rounds of at least 1, and --layouts out of {layouts}")
+    if asked.rounds < 1:
+        parser.error("expected --rounds of at least 1")
     return asked
 
 
