@@ -46,6 +46,7 @@ class Case(harness.Data):
     x: Tensor
     out: Tensor
     expected: Tensor
+    skew: str = "even"
 
     @property
     def nbytes(self) -> list[int]:
@@ -110,6 +111,7 @@ class Training(harness.Data):
     model: nn.Sequential
     x: Tensor
     size: int
+    skew: str = "even"
     expected: Tensor | None = None
 
     def _wrap(self, group: Any) -> nn.Module:
@@ -154,6 +156,7 @@ class Resharding(harness.Data):
     comm: MPI.Intracomm
     size: int
     what: str = DTENSOR
+    skew: str = "even"
 
     def __post_init__(self) -> None:
         columns = 1024 * self.comm.size

@@ -59,6 +59,7 @@ class Case(harness.Data):
     group: dist.ProcessGroup
     state: State
     loaded: State
+    skew: str = "even"
 
     @property
     def nbytes(self) -> list[int]:

@@ -46,8 +46,6 @@ class Data:
 
     comm: MPI.Intracomm
     size: int
-    skew = "even"
-    what = ""
 
     @property
     def nbytes(self) -> list[int]:
@@ -130,7 +128,7 @@ def parser(what: str, sizes_: str, seconds: float = 150, budget: float = 12) -> 
     found.add_argument(
         "--sizes", type=sizes, default=sizes_, metavar="LIST", help=f"bytes per rank ({sizes_ or 'of the verb'})"
     )
-    found.add_argument("--rounds", type=_rounds, default=30, help="samples per contender (%(default)s)")
+    found.add_argument("--rounds", type=rounds, default=30, help="samples per contender (%(default)s)")
     found.add_argument(
         "--seconds",
         type=float,
@@ -168,7 +166,8 @@ def words(text: str) -> list[str]:
     return text.split(",")
 
 
-def _rounds(text: str) -> int:
+def rounds(text: str) -> int:
+    """Parse a number of rounds on the command line."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError("expected at least 1")
     return int(text)

@@ -255,7 +255,9 @@ def ranks(records: Sequence[Record], mpi: str) -> Picture | None:
         return None
     size = max(case.size for record in runs for case in record.cases)
     picture = Picture(
-        f"Time of a concat of {show_size(size)} per rank", f"more ranks than cores: {machine(runs)}; quartiles"
+        f"Time of a concat of {show_size(size)} per rank",
+        "up to more ranks than cores; median, quartiles",
+        machine(runs),
     )
     series = {}
     for name in LINES:

@@ -59,6 +59,7 @@ class Case(harness.Data):
     shard: Tensor
     expected: Tensor
     out: Tensor
+    what: str = ""
 
     @property
     def nbytes(self) -> list[int]:

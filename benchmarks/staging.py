@@ -403,7 +403,7 @@ def arguments() -> argparse.Namespace:
         "--sizes", type=harness.sizes, default="64M", metavar="LIST", help="bytes per rank (%(default)s)"
     )
     harness.choice(parser, "--layouts", COLUMNS)
-    parser.add_argument("--rounds", type=int, default=5, help="samples per contender (%(default)s)")
+    parser.add_argument("--rounds", type=harness.rounds, default=5, help="samples per contender (%(default)s)")
     parser.add_argument(
         "--seconds",
         type=float,
@@ -415,10 +415,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--shared", action="store_true", help="only contenders with one file of all ranks")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for all samples; in a folder: MPI-npN-staging")
-    asked = parser.parse_args()
-    if asked.rounds < 1:
-        parser.error("expected --rounds of at least 1")
-    return asked
+    return parser.parse_args()
 
 
 def main() -> None:
