@@ -62,7 +62,7 @@ def save(asked: argparse.Namespace, dim: int | None, ragged: bool) -> int:
     start = now()
     for along in extents:
         shape = shape_of(dim, int(along.sum()))
-        plans.append(plan_save(Dataset("x", shape, torch.float32), dim, along, WINDOW, asked.ranks))
+        plans.append(plan_save(Dataset("x", shape, torch.float32), dim, along, WINDOW))
     found = sum(peers(plan, asked.ranks // 2) for plan in plans)
     asked.seconds.append([end - begin for end, begin in zip(now(), start, strict=True)])
     return found
@@ -98,7 +98,7 @@ def load(asked: argparse.Namespace, how: str) -> int:
         if planner._reads_alone(stored, wants[key], None):
             found += 1
         else:
-            found += peers(planner.plan_load(stored, wants[key], WINDOW, asked.ranks, None)[0], asked.ranks // 2)
+            found += peers(planner.plan_load(stored, wants[key], WINDOW, None)[0], asked.ranks // 2)
     asked.seconds.append([end - begin for end, begin in zip(now(), start, strict=True)])
     return found
 

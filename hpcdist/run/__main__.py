@@ -46,7 +46,6 @@ def _parser() -> Parser:
     )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
     parser.add_argument("--mpi", action="store_true", help="use backend mpi where the program asks for gloo")
-    parser.add_argument("--bind", choices=["numa"], help="bind each rank to the cores of one NUMA domain, near its GPU")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--tag-output", action="store_true", help="begin each line of Python's output with [RANK]")
     output.add_argument(
@@ -171,7 +170,7 @@ def main() -> None:
     files: list[int] = []
     mpi4py.rc.initialize = False  # what starts MPI instead does not end it in children that the program forks
     try:
-        here = world.prepare(args.bind)
+        here = world.prepare()
         sys.argv = [args.script, *args.arguments]
         if not getattr(sys.flags, "safe_path", False):
             sys.path[0] = os.getcwd() if args.module else os.path.dirname(os.path.realpath(args.script))

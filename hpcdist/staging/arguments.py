@@ -60,13 +60,6 @@ def positive(name: str, value: Any) -> int:
     return index(value)
 
 
-def count(name: str, value: Any, size: int) -> int | None:
-    """Check a number of ranks of a team of `size`; None stands for all of them."""
-    if value is not None and not 1 <= index(value) <= size:
-        raise ArgumentError("HD419", f"{name} is {value}, expected 1 to {size} in a group of {size} ranks")
-    return None if value is None else index(value)
-
-
 def target_path(path: Any) -> str:
     """Return the path of an output file; an ArgumentError if its format is only read."""
     text = os.fsdecode(path)

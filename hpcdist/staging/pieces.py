@@ -99,11 +99,11 @@ class PiecePlan:
         return list(zip(owners[low:high].tolist(), rows[low:high].tolist(), strict=True))
 
 
-def plan_save(x: Dataset, dim: int | None, extents: Sequence[int] | Ints, window: int, writers: int) -> PiecePlan:
-    """Plan how `writers` ranks write a tensor.
+def plan_save(x: Dataset, dim: int | None, extents: Sequence[int] | Ints, window: int) -> PiecePlan:
+    """Plan how the ranks write a tensor.
 
     If a shard is one run of the file, its rank writes it. Otherwise the pieces of the file are divided among the
-    writers, and each collects the data of its pieces in memory of at most `window` bytes.
+    ranks, and each collects the data of its pieces in memory of at most `window` bytes.
 
     Args:
         dim: dimension along which it is cut; None if every rank holds the whole.
@@ -112,17 +112,15 @@ def plan_save(x: Dataset, dim: int | None, extents: Sequence[int] | Ints, window
     size, itemsize = len(extents), x.dtype.itemsize
     held = Copies(x.shape, size) if dim is None else Shards(x.shape, dim, summed(extents))
     limit = piece_limit(window, itemsize)
-    joined = dim is None or prod(x.shape[:dim]) == 1 or np.count_nonzero(extents) < 2
-    own = joined and dim is not None and writers == size
-    straight = dim is None
-    if not (own or straight):
+    joined = dim is None or prod(x.shape[:dim]) == 1 or bool(np.count_nonzero(extents) < 2)
+    if not joined:
         limit = max(1, min(limit, min(ROUND, window // size) // itemsize))
     check_pieces(x.shape, itemsize, limit)
-    if isinstance(held, Shards) and own:
+    if joined and isinstance(held, Shards):
         pieces, bounds = _cut(held, limit)
         return PiecePlan(pieces, bounds, held, straight=True)
     whole = grid(x.shape, limit)
-    return PiecePlan(whole, block_bounds(len(whole), size, writers), held, straight)
+    return PiecePlan(whole, block_bounds(len(whole), size, size), held, straight=joined)
 
 
 def _cut(shards: Shards, limit: int) -> tuple[Listed, Ints]:
@@ -159,8 +157,6 @@ def collect(team: Team, plan: PiecePlan, x: Tensor, round_: int, scratch: Scratc
     scratch.reset()
     mine, box, holders = _peers(plan, team.rank, round_)
     piece = None if box is None else scratch.take(box.shape, x.dtype)
-    if isinstance(plan.held, Copies):  # each owner has all of it itself
-        mine, holders = ([of for of in peers if of[0] == team.rank] for peers in (mine, holders))
     sends = _views(x, plan.held[team.rank], mine)
     _exchange(team, "staging.save", sends, _views(piece, box, holders), scratch)
     return piece

@@ -21,7 +21,6 @@ from hpcdist.control import objects
 from hpcdist.errors import coded
 from hpcdist.formats import safetensors
 from hpcdist.formats.contents import Dataset
-from hpcdist.layout.box import Copies
 from hpcdist.process import host_memory
 from hpcdist.runtime import world
 from hpcdist.runtime.background import Handle, check_threads, join_uploads, submit
@@ -31,7 +30,6 @@ from hpcdist.staging.arguments import (
     agreed,
     check_attrs,
     check_safetensors,
-    count,
     flatten,
     positive,
     shard_size,
@@ -53,7 +51,6 @@ if TYPE_CHECKING:
         attrs: Mapping[str, Mapping[str, Any]] | None
         window: int
         writer: str
-        writers: int | None
         resume: bool
         max_shard_size: int | str | None
         progress: Callable[[int], None] | None
@@ -96,7 +93,6 @@ def save(
     attrs: Mapping[str, Mapping[str, Any]] | None = None,
     window: int = WINDOW,
     writer: str = "auto",
-    writers: int | None = None,
     resume: bool = False,
     max_shard_size: int | str | None = None,
     progress: Callable[[int], None] | None = None,
@@ -125,7 +121,6 @@ def save(
         window: bytes of host memory that a rank may use for data in transit. Must agree.
         writer: "mpio" (HDF5 through MPI-IO, needs an h5py built with it), "posix" (any h5py), or "auto": see
             :func:`hpcdist.staging.writer`. The file is the same. Must agree. "posix" writes .safetensors files.
-        writers: how many ranks write; all by default. Must agree.
         resume: continue the unfinished file of a job that died: write only pieces that differ. If this call fails, it
             keeps its unfinished file. The number of ranks may differ. Must agree.
         max_shard_size: of a .safetensors file: bytes, or text such as "5GB". Larger data become several files,
@@ -170,7 +165,7 @@ def save(
     if async_op:
         return _save_later(team, given, buffer)
     wait_for(path)
-    _save(team, lambda: _check(team, **given))
+    _save(team, lambda: _check(**given))
     return None
 
 
@@ -187,7 +182,7 @@ def _save_later(team: Team, given: dict[str, Any], buffer: Any) -> Handle[None]:
             raise ArgumentError("HD419", "writer mpio does not write in the background; use auto or posix")
         given |= {"attrs": deepcopy(given["attrs"]), "writer": "posix"}
         given["path"] = os.path.abspath(target_path(given["path"]))  # of this time
-        call = _check(team, **given)
+        call = _check(**given)
         copies = _copied(call.tensors, buffer_of(team, buffer))
         copied = copies is not call.tensors
         flight.nbytes = sum(x.nbytes for x in copies.values()) if copied else 0
@@ -239,7 +234,6 @@ class SaveCall:
 
 
 def _check(
-    team: Team,
     *,
     path: Any,
     tensors: Any,
@@ -247,7 +241,6 @@ def _check(
     attrs: Any,
     window: Any,
     writer: Any,
-    writers: Any,
     resume: Any,
     max_shard_size: Any,
     progress: Any,
@@ -261,8 +254,7 @@ def _check(
     check_attrs(attrs, given)
     attrs = attrs or {}
     same: dict[str, Any] = {
-        "path": target_path(path), "window": positive("window", window),
-        "writers": count("writers", writers, team.size) or team.size, "writer": _driver_of(writer),
+        "path": target_path(path), "window": positive("window", window), "writer": _driver_of(writer),
         "resume": bool(resume), "max_shard_size": shard_size(max_shard_size, os.fsdecode(path)),
     }  # fmt: skip
     own = dict(attrs.get("", {}))
@@ -321,7 +313,7 @@ def _plan(team: Team, call: SaveCall) -> tuple[list[Dataset], list[PiecePlan]]:
                 shape = (*shape[:dim], sum(along.tolist()), *shape[dim + 1 :])
             check_shape(shape, dtype.itemsize)
             x = Dataset(name, shape, dtype, attrs=call.attrs.get(name, {}))
-            plans.append(plan_save(x, dim, along, same["window"], same["writers"]))
+            plans.append(plan_save(x, dim, along, same["window"]))
             datasets.append(replace(x, pieces=plans[-1].pieces))
     except ArgumentError as error:
         objects.raise_problems(VERB, {0: coded("HD418", f"{name!r} {error}")})
@@ -382,7 +374,7 @@ def _planned_save(*, group: Any, buffer: Any, **arguments: Any) -> Plan:
     """Plan a call of save(). Collective: see :func:`hpcdist.plan`."""
     team = world.team_of(group)
     name = "plan of staging.save"
-    with agreed(team, name, lambda: _check(team, **arguments)) as call:
+    with agreed(team, name, lambda: _check(**arguments)) as call:
         datasets, plans = _plan(team, call)
     traffic = [_traffic(plan, x.dtype.itemsize, team.rank) for x, plan in zip(datasets, plans, strict=True)]
     how = {True: "each rank writes its own data", False: "pieces are collected, and one rank writes each"}
@@ -415,7 +407,7 @@ def _traffic(plan: PiecePlan, itemsize: int, me: int) -> tuple[int, int, int]:
     """The bytes of a tensor that a rank writes, sends and receives."""
     rows, held = plan.rows(me), plan.held[me]
     written = int(plan.pieces.sizes[rows.start : rows.stop].sum())
-    if plan.straight or isinstance(plan.held, Copies):
+    if plan.straight:
         return written * itemsize, 0, 0
     own = sum(plan.pieces[row].intersect(held).size() for row in rows)
     return written * itemsize, (held.size() - own) * itemsize, (written - own) * itemsize

@@ -249,7 +249,7 @@ def test_the_options(tmp_path: Path) -> None:
     print("se", file=sys.stderr)
     print("ds")
     """
-    done = job(2, tmp_path, body, "--mpi", "--tag-output", "--bind", "numa")
+    done = job(2, tmp_path, body, "--mpi", "--tag-output")
     assert done.status == 0, done.err
     assert sorted(done.out.splitlines()) == ["[0] mpi mpi", "[0] words", "[1] mpi mpi", "[1] words"]
     assert sorted(line for line in done.err.splitlines() if "se" in line) == ["[0] se", "[1] se"]

@@ -1,4 +1,4 @@
-"""What all ranks want whole: right data however it is read, bytes read and sent, one copy a node, damage, refusals."""
+"""What all ranks want whole: right data on one node and on two, bytes read and sent, damage, refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from hpcdist.tensors.storage import Scratch
 
 pytestmark = pytest.mark.mpi
 
-WAYS = [("auto", False), ("rank", False), ("job", False), ("auto", True), ("job", True)]
 LARGE = whole_of((200, 500), torch.int32)
 
 
@@ -41,7 +40,7 @@ def comm(request: pytest.FixtureRequest, world: hd.World, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("verify", [None, True, False])
 def test_values(verify: bool | None, comm: MPI.Intracomm, findings: Findings, world: hd.World, folder: Path) -> None:
-    """Whatever is read once, by how many, and however small the window; files of other tools, too."""
+    """Whatever is read once, and however small the window; files of other tools, too."""
     tensors = {f"{dtype}": whole_of((5, 3), dtype) for dtype in list(DTYPES)[::3]}
     tensors |= {"large": LARGE, "none": LARGE[:0], "step": torch.tensor(7), "long": whole_of((20_000,), torch.float32)}
     array = np.arange(60_000).reshape(100, 600)
@@ -52,10 +51,8 @@ def test_values(verify: bool | None, comm: MPI.Intracomm, findings: Findings, wo
             file.create_dataset("chunked", data=array, chunks=(30, 30), compression="gzip")
             file.create_dataset("big", data=array.astype(">i4"))
     world.comm.Barrier()
-    for name, (once_per, shared), (size, readers) in itertools.product(
-        ("x", "other"), WAYS, ((100_000, None), (2**28, None), (2**28, 1))
-    ):
-        options = {"once_per": once_per, "shared": shared, "window": size, "readers": readers, "verify": verify}
+    for name, size in itertools.product(("x", "other"), (100_000, 2**28)):
+        options = {"window": size, "verify": verify}
         got = staging.load(folder / f"{name}.h5", dim=None, group=comm, **options)
         expected = others if name == "other" else tensors
         findings.check(got.keys() == expected.keys(), (name, list(got)))
@@ -71,28 +68,24 @@ def test_other_memory(
     staging.save(folder / "x.h5", {"a": LARGE, "b": LARGE + 1, "step": torch.tensor(7)}, None, window=30_000)
     made = Scratch.__init__
     monkeypatch.setattr(Scratch, "__init__", lambda self, **how: (scratches.append(self), made(self, **how))[0])
-    for once_per, size, verify in itertools.product(("rank", "job"), (5_000, 70_000, 2**20), (None, True)):
+    for size, verify in itertools.product((5_000, 70_000, 2**20), (None, True)):
         out = torch.empty((500, 400) if rank == 0 else (500, 200), dtype=LARGE.dtype).t()[:: 2 if rank == 0 else 1]
-        options = {"once_per": once_per, "window": size, "verify": verify, "group": comm}
+        options = {"window": size, "verify": verify, "group": comm}
         findings.check(staging.load(folder / "x.h5", "a", dim=None, out=out, **options) is out, "out")
         findings.same(out, LARGE, options)
         held = [sum(x.numel() for x in scratch._held) for scratch in scratches]
         findings.check(held and max(held) <= size, (options, held))
         scratches.clear()
     mine = LARGE.tensor_split(world.world_size, 1)[rank]
-    for shared in (False, True):
-        got = staging.load(folder / "x.h5", dim={"a": 1, "b": None, "step": None}, shared=shared, group=comm)
-        for name, expected in (("a", mine), ("b", LARGE + 1), ("step", torch.tensor(7))):
-            findings.same(got[name], expected, (name, shared))
-
-
-WHOLE = [{"once_per": "rank"}, {"once_per": "job"}, {}, {"shared": True}, {"readers": 1}]
+    got = staging.load(folder / "x.h5", dim={"a": 1, "b": None, "step": None}, group=comm)
+    for name, expected in (("a", mine), ("b", LARGE + 1), ("step", torch.tensor(7))):
+        findings.same(got[name], expected, name)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        *({"dim": None, "verify": verify, **of} for of in WHOLE for verify in (None, True)),
+        *({"dim": None, "verify": verify} for verify in (None, True)),
         *({"dim": dim, "verify": verify, "window": 2**20} for dim in (0, 1) for verify in (None, True)),
         {"dim": 1, "verify": True, "window": 1000},
         {"box": ((0, 5), (40, 7))},
@@ -140,43 +133,13 @@ def test_bytes_read_and_sent(
         read, sent, received = (comm.allreduce(n) for n in (said.file_bytes, said.sent, said.received))
         findings.check((said.file_bytes_of_all, said.sent_by_all, sent) == (read, received, received), (name, said))
         if whole:
-            how, shared = options.get("once_per", "auto"), options.get("shared", False)
-            once = how == "job" or shared or "readers" in options or (how == "auto" and (nodes > 1 or name == "z.h5"))
-            least, most = (nodes - 1, nodes) if shared else (size - 1, size - 1) if once else (0, 0)
+            once = nodes > 1 or name == "z.h5"
             findings.check(read == (1 if once else size) * LARGE.nbytes, (name, said))
-            findings.check(least <= sent / LARGE.nbytes <= most, (name, said))
-            findings.check((said.result == "shared") == shared, said)
+            findings.check(sent == (size - 1 if once else 0) * LARGE.nbytes, (name, said))
         moved[:] = 0, 0
 
 
-def test_one_copy_a_node(
-    comm: MPI.Intracomm, findings: Findings, world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a rank writes it alone sees; memory is used again; below 64 KiB, or without windows, each has its own."""
-    team = world._context.team_of(comm)
-    staging.save(folder / "x.h5", {"a": LARGE, "b": LARGE + 1, "small": torch.arange(3)}, None)
-    load = lambda name=None: staging.load(folder / "x.h5", name, dim=None, shared=True, group=comm)  # noqa: E731
-    for _ in range(3):
-        got, changed = load(), LARGE.clone()
-        findings.check(2 * LARGE.nbytes <= team.windows.nbytes() <= 2.2 * LARGE.nbytes, team.windows.nbytes())
-        got["a"][world.rank] = changed[world.rank] = -1
-        comm.Barrier()
-        findings.same(got["a"], changed, "after a write")
-        findings.same(got["b"], LARGE + 1, "b")
-        del got
-        comm.Barrier()
-    findings.same(load("small"), torch.arange(3), "small")
-    said = hd.plan(staging.load, folder / "x.h5", "small", dim=None, shared=True, group=comm)
-    findings.check(said.result == "new", said)
-    monkeypatch.setattr(team.windows, "problem", "none today")
-    findings.same(load("a"), LARGE, "private")
-    findings.check(team.unshared == "none today", team.unshared)
-
-
-@pytest.mark.parametrize(("once_per", "shared"), WAYS)
 def test_damage_is_one_error(
-    once_per: str,
-    shared: bool,
     comm: MPI.Intracomm,
     findings: Findings,
     world: hd.World,
@@ -187,7 +150,7 @@ def test_damage_is_one_error(
     last, forgotten = world.world_size - 1, list[int]()
     path, tensors = folder / "x.h5", {"small": LARGE[:2], "large": LARGE}
     staging.save(path, tensors, None, window=80_000)
-    load = lambda: staging.load(path, dim=None, once_per=once_per, shared=shared, group=comm)  # noqa: E731
+    load = lambda: staging.load(path, dim=None, group=comm)  # noqa: E731
     for name, at in (("small", 8), ("large", LARGE.nbytes - 1)):
         with h5py.File(path, locking=False) as file:
             at += file[name].id.get_offset()
@@ -218,12 +181,12 @@ def test_damage_is_one_error(
 
 
 def test_a_rank_that_cannot_read(
-    findings: Findings, world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch
+    comm: MPI.Intracomm, findings: Findings, world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others go on with it to the end; the callback's own error as well."""
     last = world.world_size - 1
     staging.save(folder / "x.h5", LARGE, None, window=30_000)
-    load = lambda **how: staging.load(folder / "x.h5", dim=None, once_per="job", verify=False, **how)  # noqa: E731
+    load = lambda **how: staging.load(folder / "x.h5", dim=None, verify=False, group=comm, **how)  # noqa: E731
 
     def fail(*args: Any) -> None:
         if world.rank == last:
@@ -242,13 +205,8 @@ OUTSIDE = [((1,), (3,)), ((-1,), (1,)), ((0, 0), (1, 1)), ((2**70,), (0,)), ((),
 def test_wrong_arguments(world: hd.World, folder: Path) -> None:
     staging.save(folder / "x.h5", torch.arange(3), None)
     for wrong, text in (
-        ({"once_per": "node"}, "once_per is 'node', expected one of auto, rank, job"),
-        ({"shared": True, "dim": 0}, "shared=True is for tensors that every rank wants whole"),
-        ({"shared": True, "once_per": "rank"}, "with shared=True no rank has a copy of its own"),
-        ({"shared": True, "out": torch.empty(3)}, "out is given, but shared=True returns memory"),
-        ({"shared": True, "device": "cuda"}, "device is cuda, but shared=True is for host memory"),
         *[({"dim": 0, "box": box}, "which is not in shape (3,)") for box in OUTSIDE],
-        *([({"shared": True}, "shared is True, where rank 0 has False")] if world.world_size > 1 else []),
+        *([({"verify": True}, "verify is True, where rank 0 has None")] if world.world_size > 1 else []),
     ):
         odd = "box" in wrong or world.rank == world.world_size - 1
         options: dict[str, Any] = {"dim": None, **(wrong if odd else {})}

@@ -29,15 +29,15 @@ def test_the_plan_of_a_save(
 ) -> None:
     shape, size = (*before, sum(extents), *after), len(extents)
     dim = data.draw(st.sampled_from([None, len(before)]))
-    window, writers = data.draw(st.integers(1, 300)), data.draw(st.sampled_from([size, *range(1, size + 1)]))
+    window = data.draw(st.integers(1, 300))
     x = Dataset("x", shape, torch.int32)
-    plan = plan_save(x, dim, extents, window, writers)
+    plan = plan_save(x, dim, extents, window)
     held, pieces, owners = shard_boxes(shape, dim, extents), list(plan.pieces), owners_of(plan.bounds)
     assert list(plan.held) == held
     check_rounds(plan, pieces, owners)
     if prod(shape):
         assert plan.pieces.tile()
-        own = dim is not None and writers == size and all(layout.runs(box, shape)[1] <= 1 for box in held if box.size())
+        own = dim is not None and all(layout.runs(box, shape)[1] <= 1 for box in held if box.size())
         assert plan.straight == (own or dim is None)
         assert not plan.straight or all(
             piece.intersect(held[i]) == piece for i, piece in zip(owners, pieces, strict=True)
@@ -45,9 +45,7 @@ def test_the_plan_of_a_save(
         limit = window // 4 // (1 if plan.straight else size)
         assert plan.pieces.sizes.max() <= max(limit, 1)
         assert plan.pieces.are_runs
-        chosen, counts = {i * size // writers for i in range(writers)}, iter(layout.block(len(pieces), writers))
-        shares = [next(counts) if rank in chosen else 0 for rank in range(size)]
-        assert own or np.diff(plan.bounds).tolist() == shares
+        assert own or np.diff(plan.bounds).tolist() == layout.block(len(pieces), size)
 
 
 def owners_of(bounds: Any) -> list[int]:
@@ -92,7 +90,7 @@ def test_the_plan_of_a_load(data: st.DataObject, shape: tuple[int, ...], size: i
     for row, box in zip(rows, table, strict=True):
         row["offset"], row["shape"] = box if shape else ((0,), (1,))
     one = Stored("x", shape, torch.int32, pieces=data.draw(st.sampled_from([None, rows])))
-    plan, found = plan_load(one, wants, data.draw(st.sampled_from([1, 50, 10**6])), len(wants), verify)
+    plan, found = plan_load(one, wants, data.draw(st.sampled_from([1, 50, 10**6])), verify)
     pieces = list(plan.pieces)
     assert found is None or [one.boxes[int(row)] for row in found] == pieces
     check_rounds(plan, pieces, owners_of(plan.bounds))

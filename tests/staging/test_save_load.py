@@ -109,21 +109,19 @@ def test_names_scalars_whole_tensors_and_attributes(
     findings.same(staging.load(path, "m/step"), step, "0-d is given to all")
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_any_number_of_writers(
-    count: int, world: hd.World, findings: Findings, folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_table_of_pieces(
+    world: hd.World, findings: Findings, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The table names the pieces, no longer than asked, and the ranks that wrote."""
     monkeypatch.setattr(pieces, "PIECE", 64)
-    size, count = world.world_size, min(count, world.world_size)
-    extents = extents_of("ragged", size)
+    extents = extents_of("ragged", world.world_size)
     whole = whole_of((sum(extents), 3), torch.int64)
-    staging.save(folder / "x.h5", part(whole, 0, extents, world.rank), writers=count, window=400)
+    staging.save(folder / "x.h5", part(whole, 0, extents, world.rank), window=400)
     findings.same(by_h5py(folder / "x.h5", "data", torch.int64), whole, "contents")
     table: Any = describe(str(folder / "x.h5")).tensors["data"].pieces
     sizes = table["shape"].prod(1)
     findings.check(sizes.max() <= 8 and sizes.sum() == whole.numel(), sizes)
-    findings.check({*table["rank"].tolist()} == {taker * size // count for taker in range(count)}, table["rank"])
+    findings.check({*table["rank"].tolist()} == {r for r, extent in enumerate(extents) if extent}, table["rank"])
 
 
 @pytest.mark.parametrize("dim", [0, 1, None])
@@ -209,7 +207,7 @@ def test_files_of_other_tools(dim: int | None, world: hd.World, findings: Findin
 
 
 def test_random_draws(world: hd.World, findings: Findings, folder: Path) -> None:
-    """Shapes, dims, windows, writers and readers, and what is loaded, drawn at random, the same on all ranks."""
+    """Shapes, dims, windows, and what is loaded, drawn at random, the same on all ranks."""
     draw, size, rank = random.Random(17), world.world_size, world.rank
     for turn in range(10 if size > 3 else 40):
         shape = [draw.randrange(1, 9) for _ in range(draw.randrange(1, 5))]
@@ -218,9 +216,9 @@ def test_random_draws(world: hd.World, findings: Findings, folder: Path) -> None
         shape[dim] = sum(extents)
         dtype = draw.choice(list(DTYPES))
         whole = whole_of(tuple(shape), dtype, salt=turn)
-        window, count = draw.choice((16, 64, 333, 5000)), draw.randrange(1, size + 1)
+        window = draw.choice((16, 64, 333, 5000))
         x = {"a": {"b": part(whole, dim, extents, rank)}}
-        staging.save(folder / "x.h5", x, dim, window=window, writers=count, writer=draw.choice(WRITERS))
+        staging.save(folder / "x.h5", x, dim, window=window, writer=draw.choice(WRITERS))
         for _ in range(3):
             along = draw.randrange(-len(shape), len(shape))
             extent = shape[along]
@@ -232,10 +230,9 @@ def test_random_draws(world: hd.World, findings: Findings, folder: Path) -> None
                 ({"dim": None}, whole),
                 ({"box": tuple(zip(*box, strict=True))}, whole[tuple(slice(at, at + n) for at, n in box)]),
             ])  # fmt: skip
-            how = {"readers": draw.choice((None, 1, size)), "verify": draw.choice((None, True, False))}
-            how |= where | {"window": draw.choice((16, 100, 5000))}
+            how = where | {"verify": draw.choice((None, True, False)), "window": draw.choice((16, 100, 5000))}
             got = staging.load(folder / "x.h5", "a/b", **how)
-            findings.same(got, expected, f"turn {turn}: {shape} {dim} {extents} {dtype} {window} {count} {how}")
+            findings.same(got, expected, f"turn {turn}: {shape} {dim} {extents} {dtype} {window} {how}")
         world.comm.Barrier()
 
 
