@@ -9,11 +9,10 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,11 @@ from torch import Tensor
 import hpcdist as hd
 from hpcdist.process import host_memory
 from hpcdist.tensors import pool
-from hpcdist.tensors.storage import BARE, DTYPES, as_bytes, row_major
+from hpcdist.tensors.storage import DTYPES, as_bytes
 
 MIB = 2**20
 CPU = torch.device("cpu")
+CALLS = 6
 
 
 @pytest.fixture
@@ -110,18 +110,17 @@ def test_what_keeps_a_block(own: pool.Pool, name: str) -> None:
 
 
 @pytest.mark.once
-def test_a_block_serves_again(own: pool.Pool) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_block_serves_again(own: pool.Pool, dtype: torch.dtype) -> None:
     x = pool.empty((1024, 512), torch.float32, CPU)
-    address = x.data_ptr()
+    address, shape = x.data_ptr(), (512, 4096 // dtype.itemsize)
     del x
-    y = pool.empty((512, 1024), torch.int32, "cpu")
-    assert y.data_ptr() == address and y.is_contiguous() and y.shape == (512, 1024) and y.dtype == torch.int32
+    y = pool.empty(shape, dtype, "cpu")
+    assert y.data_ptr() == address and y.is_contiguous() and y.shape == shape and y.dtype == dtype
     assert y._base is None and not y._is_view() and not y.requires_grad and y.is_leaf
     version = y._version
-    z = y[1:]
-    z.add_(1)
+    as_bytes(y[1:]).add_(1)
     assert y._version == version + 1
-    y.requires_grad_(False)
     assert own.stats()["num_reuses"] == 1 and own.stats()["num_allocations"] == 1
 
 
@@ -130,29 +129,6 @@ def test_small_tensors_and_other_devices_are_torchs(own: pool.Pool) -> None:
     for x in (_new(MIB - 1), pool.empty((0, 5), torch.float32, "cpu"), pool.empty((MIB,), torch.float32, "meta")):
         assert x.is_contiguous()
     assert own.made == 0
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype(own: pool.Pool, dtype: torch.dtype) -> None:
-    n = 2 * MIB // dtype.itemsize
-    for _ in range(2):
-        x = pool.empty((2, n // 2), dtype, CPU)
-        assert x.dtype == dtype and x.shape == (2, n // 2)
-        as_bytes(x).fill_(3)
-        del x
-    assert (own.made, own.reused) == (1, 1)
-
-
-@pytest.mark.once
-def test_copies_in_row_major_order(own: pool.Pool) -> None:
-    for dtype in (torch.float32, *sorted(BARE, key=str)):
-        x = torch.arange(4 * MIB, dtype=torch.int32).view(torch.uint8).view(dtype).view(64, -1).t()
-        copy = row_major(x)
-        assert copy.is_contiguous() and copy.dtype == dtype
-        assert torch.equal(as_bytes(copy), as_bytes(copy.clone() if dtype not in BARE else copy))
-    y = torch.arange(2 * MIB).view(64, -1).t()
-    assert torch.equal(row_major(y), y)
 
 
 # --- blocks that change hands ----------------------------------------------------------------------------------------
@@ -420,43 +396,6 @@ def _lazy() -> int:
     return int(found.split()[1]) * 1024
 
 
-_IN_GROUP = """
-import os, sys, torch
-from hpcdist.tensors import pool
-pool.start(2**30)
-x = pool.empty([256 * 2**20], torch.uint8, "cpu").fill_(1)
-del x
-if sys.argv[1] == "swept":
-    pool._pool.sweep(0.0)
-y = torch.full((256 * 2**20,), 2, dtype=torch.uint8)
-print(pool.memory_stats()["idle_bytes"], int(y[-1]))
-"""
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("swept", [True, False])
-def test_a_control_group_with_a_limit(swept: bool) -> None:
-    """It runs beyond its limit with memory that is idle in the pool, unless that has been swept."""
-    group = Path("/sys/fs/cgroup/memory" if Path("/sys/fs/cgroup/memory").exists() else "/sys/fs/cgroup")
-    group /= f"hpcdist-test-{os.getpid()}"
-    try:
-        group.mkdir()
-    except OSError as error:
-        pytest.skip(f"no control group can be made here: {error}")
-    try:
-        limits = [group / name for name in ("memory.max", "memory.limit_in_bytes") if (group / name).exists()]
-        if not limits:
-            pytest.skip("the control groups made here do not limit memory")
-        limits[0].write_text(str(600 * MIB))
-        enter = lambda: (group / "cgroup.procs").write_text(str(os.getpid()))  # noqa: E731
-        command = [sys.executable, "-c", _IN_GROUP, "swept" if swept else "not"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, preexec_fn=enter)
-        assert (done.stdout.split() == [str(256 * MIB), "2"]) == (done.returncode == 0) == swept, done
-        assert swept or done.returncode == -signal.SIGKILL
-    finally:
-        group.rmdir()
-
-
 @pytest.mark.once
 def test_memory_that_is_short(own: pool.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The idle blocks are freed before it is an error."""
@@ -523,70 +462,63 @@ def test_large_blocks_are_in_huge_pages(own: pool.Pool, monkeypatch: pytest.Monk
 # --- results ---------------------------------------------------------------------------------------------------------
 
 
-def _calls(world: hd.World) -> dict[str, Callable[[int], Any]]:
-    """Calls whose results encode the call: (make the result of call i)."""
-    rank, size, n = world.rank, world.world_size, MIB // 4
-    base = torch.arange(n * (rank + 1), dtype=torch.int64)
+def _shard(rank: int, i: int) -> Tensor:
+    """Of call i."""
+    return (torch.arange(MIB // 4 * (rank + 1)) + 10**7 * rank + 10**9 * i).view(-1, 16)
 
-    def shard(i: int) -> Tensor:
-        return (base + 10**7 * rank + 10**9 * i).view(-1, 16)
 
-    whole = lambda i: torch.cat([shard_of(r, i) for r in range(size)]) if rank == 0 else None  # noqa: E731
+def _calls(world: hd.World, folder: Path) -> dict[str, tuple[Callable[[int], Any], Callable[[int], Any]]]:
+    """(make the result of call i, what it must be)."""
+    rank, size, rows = world.rank, world.world_size, MIB // 64
+    mine, by_rows, by_columns = partial(_shard, rank), hd.Split(0), hd.Split(1)
 
-    def shard_of(r: int, i: int) -> Tensor:
-        return (torch.arange(n * (r + 1), dtype=torch.int64) + 10**7 * r + 10**9 * i).view(-1, 16)
+    def shards(i: int) -> list[Tensor]:
+        return [_shard(r, i) for r in range(size)]
 
-    counts = [n // 16 * (r + 1) for r in range(size)]
+    def whole(i: int) -> Tensor:
+        return torch.cat(shards(i))
+
+    def passed_on(i: int) -> Any:
+        sent = hd.isend(mine(i), (rank + 1) % size)
+        got = hd.recv((rank - 1) % size)
+        sent.wait(60)
+        return got
+
+    counts = [rows * (r + 1) for r in range(size)]
+    for i in range(CALLS):
+        hd.staging.save(folder / f"{i}.h5", mine(i))
     return {
-        "concat": lambda i: hd.concat(shard(i)),
-        "concat, dim 1": lambda i: hd.concat(shard(i)[: n // 16], 1),
-        "async": lambda i: hd.concat(shard(i), async_op=True).wait(60),
-        "gather": lambda i: hd.gather(shard(i), root=0),
-        "split": lambda i: hd.split(whole(i), counts=counts),
-        "redistribute": lambda i: hd.redistribute(shard(i), hd.Split(0), hd.Split(1)),
-        "structures": lambda i: hd.concat({"x": shard(i)})["x"],
-        "recv": lambda i: _passed_on(shard(i), rank, size),
+        "concat": (lambda i: hd.concat(mine(i)), whole),
+        "concat, dim 1": (
+            lambda i: hd.concat(mine(i)[:rows], 1),
+            lambda i: torch.cat([shard[:rows] for shard in shards(i)], 1),
+        ),
+        "async": (lambda i: hd.concat(mine(i), async_op=True).wait(60), whole),
+        "gather": (lambda i: hd.gather(mine(i)), lambda i: None if rank else whole(i)),
+        "split": (lambda i: hd.split(None if rank else whole(i), counts=counts), mine),
+        "redistribute": (
+            lambda i: hd.redistribute(mine(i), by_rows, by_columns),
+            lambda i: torch.tensor_split(whole(i), size, 1)[rank],
+        ),
+        "structures": (lambda i: hd.concat({"x": mine(i)})["x"], whole),
+        "recv": (passed_on, lambda i: _shard((rank - 1) % size, i)),
+        "load": (lambda i: hd.staging.load(folder / f"{i}.h5"), lambda i: torch.tensor_split(whole(i), size)[rank]),
     }
-
-
-def _passed_on(x: Tensor, rank: int, size: int) -> Tensor:
-    sent = hd.isend(x, (rank + 1) % size)
-    got: Tensor = hd.recv((rank - 1) % size)
-    sent.wait(60)
-    return got
-
-
-def _expected(name: str, i: int, rank: int, size: int) -> Tensor | None:
-    n = MIB // 4
-    shards = [(torch.arange(n * (r + 1)) + 10**7 * r + 10**9 * i).view(-1, 16) for r in range(size)]
-    whole = torch.cat(shards)
-    if name == "gather":
-        return whole if rank == 0 else None
-    if name == "concat, dim 1":
-        return torch.cat([shard[: n // 16] for shard in shards], 1)
-    if name == "split":
-        return shards[rank]
-    if name == "recv":
-        return shards[(rank - 1) % size]
-    if name == "redistribute":
-        return torch.tensor_split(whole, size, 1)[rank]
-    return whole
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("held", [1, 3])
-def test_results_of_repeated_calls(world: hd.World, held: int) -> None:
+def test_results_of_repeated_calls(world: hd.World, folder: Path, held: int) -> None:
     """While earlier ones are held."""
     findings = Findings(world.comm)
     hd.memory.empty_cache()
     before = hd.memory.memory_stats()["num_reuses"]
-    for name, call in _calls(world).items():
+    for name, (call, want) in _calls(world, folder).items():
         results: list[tuple[int, Tensor | None]] = []
-        for i in range(7):
-            results.append((i, call(i)))
-            results = results[-held:]
+        for i in range(CALLS):
+            results = [*results, (i, call(i))][-held:]
             for j, result in results:
-                expected = _expected(name, j, world.rank, world.world_size)
+                expected = want(j)
                 right = result is None if expected is None else result is not None and torch.equal(result, expected)
                 findings.check(right, f"{name}: result {j} after call {i}")
     findings.check(hd.memory.memory_stats()["num_reuses"] > before, hd.memory.memory_stats())  # type: ignore[operator]
@@ -595,14 +527,13 @@ def test_results_of_repeated_calls(world: hd.World, held: int) -> None:
 
 @pytest.mark.mpi
 def test_gradients_while_results_are_held(world: hd.World) -> None:
-    findings, rank, size = Findings(world.comm), world.rank, world.world_size
-    n = MIB // 2
+    findings, rank, size, n = Findings(world.comm), world.rank, world.world_size, MIB // 2
     hd.memory.empty_cache()
     for i in range(4):
-        x = torch.full((n,), float(rank + i), requires_grad=True)
+        x, weight = torch.full((n,), float(rank + i), requires_grad=True), float(i + 1)
         y, z = hd.concat(x), hd.redistribute(x, hd.Split(0), hd.Split(0, [n * size] + [0] * (size - 1)))
-        mine = hd.split(hd.gather(x) if rank == 0 else _empty_gather(x), counts=[n] * size)
-        weight = float(i + 1)
+        on_root = hd.gather(x)  # elsewhere only for the backward pass
+        mine = hd.split(None if rank else on_root, counts=[n] * size)
         (weight * y * y).sum().backward(retain_graph=True)
         want = 2 * weight * size * (rank + i)
         findings.check(x.grad is not None and x.grad.eq(want).all(), f"{i}: concat")
@@ -610,27 +541,6 @@ def test_gradients_while_results_are_held(world: hd.World) -> None:
         (3 * z).sum().backward()
         findings.check(x.grad is not None and x.grad.eq(want + 3).all(), f"{i}: redistribute")
         findings.check(mine.eq(float(rank + i)).all(), f"{i}: split of gather")
-    findings.settle()
-
-
-def _empty_gather(x: Tensor) -> None:
-    hd.gather(x)
-
-
-@pytest.mark.mpi
-def test_staging_load(world: hd.World, folder: Path) -> None:
-    findings = Findings(world.comm)
-    path, rank = folder / "x.h5", world.rank
-    for i in range(3):
-        x = torch.arange(MIB // 4).view(-1, 32) + 10**7 * rank + 10**9 * i
-        hd.staging.save(folder / f"{i}.h5", x)
-    held = []
-    for i in (0, 1, 2, 1, 0):
-        held.append((i, hd.staging.load(folder / f"{i}.h5")))
-        for j, got in held[-2:]:
-            want = torch.arange(MIB // 4).view(-1, 32) + 10**7 * rank + 10**9 * j
-            findings.same(got, want, f"file {j}, {path}")
-        held = held[-1:]
     findings.settle()
 
 

@@ -8,7 +8,7 @@ import torch
 from cases import DTYPES, EXTENTS, STRIDES, extents_of, part, same_bits, starts, strides_for, whole_of
 
 from hpcdist.tensors.blocks import blocks
-from hpcdist.tensors.storage import as_bytes, overlap, resolved, row_major
+from hpcdist.tensors.storage import Scratch, as_bytes, overlap, resolved, row_major
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 
@@ -56,36 +56,24 @@ def test_as_bytes_is_a_view_of_all_bytes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.complex32, torch.bool], ids=str)
-def test_plain_keeps_the_values(dtype: torch.dtype) -> None:
+def test_plain_keeps_the_values_without_their_history(dtype: torch.dtype) -> None:
     for name in strides_for(dtype):
         x = STRIDES[name](whole_of((3, 4), dtype))
         y = resolved(x)
-        assert same_bits(y, x), name
-        assert not y.is_conj(), name
-        assert not y.is_neg(), name
+        assert same_bits(y, x) and not y.is_conj() and not y.is_neg(), name
         assert (y.data_ptr() == x.data_ptr()) == (not x.is_conj() and not x.is_neg()), name
+    leaf = torch.ones(3, requires_grad=True)
+    assert not resolved(leaf).requires_grad and not resolved(leaf * 2).requires_grad
 
 
-def test_plain_has_no_gradient_history() -> None:
-    x = torch.ones(3, requires_grad=True)
-    assert not resolved(x).requires_grad
-    assert not resolved(x * 2).requires_grad
-    assert resolved(x).data_ptr() == x.data_ptr()
-
-
-def test_overlap_of_views() -> None:
-    x = torch.arange(10)
-    assert overlap(x, x[3:5])
-    assert overlap(x[3:5], x)
-    assert not overlap(x, x.clone())
-    assert not overlap(x[:0], x)
-
-
-def test_overlap_of_two_storages_over_one_memory() -> None:
+def test_overlap() -> None:
     """Arrays of NumPy that share memory become tensors whose storages start at different addresses."""
-    memory = np.arange(10)
-    assert overlap(torch.from_numpy(memory[:6]), torch.from_numpy(memory[4:]))
-    assert not overlap(torch.from_numpy(memory[:5]), torch.from_numpy(memory[5:]))
+    x, memory = torch.arange(10), np.arange(10)
+    first, later = torch.from_numpy(memory[:6]), torch.from_numpy(memory[4:])
+    for a, b in ((x, x[3:5]), (x[3:5], x), (first, later)):
+        assert overlap(a, b)
+    for a, b in ((x, x.clone()), (x[:0], x), (first[:4], later)):
+        assert not overlap(a, b)
 
 
 @pytest.mark.parametrize("case", EXTENTS)
@@ -138,7 +126,14 @@ def test_blocks_beyond_an_int() -> None:
     assert cut.nbytes == 3 * 2**38
 
 
-def test_plans_are_remembered() -> None:
-    arguments = ((2, 4), 0, (2, 4), torch.int32)
-    assert blocks(*arguments) is blocks(*arguments)
-    assert blocks(*arguments) is not blocks((2, 4), 0, (2, 4), torch.float32)
+def test_scratch_memory_is_used_again() -> None:
+    scratch, first = Scratch(pinned=False), []
+    for shape in ((3, 4), (2, 2), (4, 4)):
+        scratch.reset()
+        one, other = scratch.take(shape, torch.int16), scratch.take((5,), torch.float64)
+        assert (one.shape, one.dtype) == (shape, torch.int16)
+        first.append(other.data_ptr())
+        x = torch.arange(6).view(2, 3)
+        assert scratch.on_host(x) is x
+        assert scratch.on_host(x.t()).view(-1).tolist() == [0, 3, 1, 4, 2, 5]
+    assert len(set(first)) == 1
