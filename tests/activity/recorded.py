@@ -6,15 +6,17 @@ recorded.py WHAT [FOLDER]
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from mpi4py import MPI
 
 import hpcdist as hd
+from hpcdist.activity import recording
 
 ROUNDS = 3
 
@@ -45,48 +47,46 @@ def calls(rank: int, size: int) -> None:
         hd.concat(torch.ones(1))
 
 
-def main(what: str, folder: str | None = None) -> None:
-    world = hd.init(trace=folder, timeout=3 if "hang" in what else None)
-    rank, size = world.rank, world.world_size
-    if what == "calls":
-        calls(rank, size)
-    elif what == "many":
-        from hpcdist.activity import recording
+def lose(folder: str) -> None:
+    """Remove the folder while the job runs."""
+    hd.concat(torch.ones(1))
+    if hd.current().rank == 0:
+        shutil.rmtree(folder)
+    hd.concat(torch.ones(1))
 
-        for i in range(recording.ROWS + 100):
-            hd.concat(torch.ones(i // recording.ROWS + 1))
-    elif what == "late":
-        hd.concat(torch.ones(1))
-        time.sleep(rank)
-        hd.concat(torch.ones(1))
-    elif what == "again":
-        hd.concat(torch.ones(1))
-        world.finalize()
-        hd.init(trace=folder)
-        hd.concat(torch.ones(1))
-    elif what.startswith("lost"):  # the folder is removed while the job runs
-        hd.concat(torch.ones(1))
-        if rank == 0:
-            assert folder is not None
-            for path in Path(folder).iterdir():
-                path.unlink()
-            Path(folder).rmdir()
-        if what == "lost in a hang":
-            hd.concat(torch.ones(1))
-            if rank == 0:
-                hd.concat(torch.ones(1))
+
+def many(rank: int, size: int) -> None:
+    for i in range(recording.ROWS + 100):
+        hd.concat(torch.ones(i // recording.ROWS + 1))
+
+
+def late(rank: int, size: int) -> None:
+    hd.concat(torch.ones(1))
+    time.sleep(rank)
+    hd.concat(torch.ones(1))
+
+
+def main(what: str, folder: str | None = None) -> None:
+    if what == "worlds":  # one after the other: of calls, of too many or late ones, and one whose folder is lost
+        rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+        for step in (calls, late if size > 1 else many):
+            with hd.init(trace=folder):
+                step(rank, size)
+        with hd.init(trace=f"{folder}-lost"):
+            lose(f"{folder}-lost")
+        return
+    world = hd.init(trace=folder, timeout=3 if "hang" in what else None)
+    hd.concat(torch.ones(1))
+    if folder and "lost" in what:
+        lose(folder)
+    if world.rank == world.world_size - 1:
+        if "hang" in what:
             time.sleep(1000)
-    else:
-        hd.concat(torch.ones(1))
-        if rank == size - 1:
-            if what == "hang":
-                time.sleep(1000)
-            if what == "error":
-                raise OSError("made up")
-            if what == "dead":
-                os.kill(os.getpid(), signal.SIGKILL)
-        hd.concat(torch.ones(2))
-    print("end\n", end="", flush=True)
+        if what == "error":
+            raise OSError("made up")
+        if what == "dead":
+            os.kill(os.getpid(), signal.SIGKILL)
+    hd.concat(torch.ones(2))
 
 
 main(*sys.argv[1:])

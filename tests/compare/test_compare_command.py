@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import commands, mpirun
+from launch import Job, commands, mpirun
 
 COMPARE = "hpcdist.compare"
 SHAPES = """
@@ -34,11 +34,63 @@ class Parts(HTMLParser):
         self.loads += [str(value) for name, value in attrs if name in ("src", "href")]
 
 
-def test_a_run_and_two_files(tmp_path: Path) -> None:
-    (tmp_path / "shapes.txt").write_text(SHAPES)
-    (one,) = commands(2, [COMPARE, "--shapes", "shapes.txt", "-o", "old.json", "--seconds", 0], cwd=tmp_path)
+PROGRAM = """
+    import torch, hpcdist as hd, torch.distributed as dist
+    with hd.init(trace="traces") as world:
+        for step in range(3):
+            hd.concat(torch.ones(10 + 90 * world.rank, 2))
+            hd.split(torch.ones(7) if world.rank == 0 else None)
+            hd.gather(torch.ones(0))
+            hd.redistribute(torch.ones(4, 4), hd.Split(0), hd.Split(1))
+            dist.all_gather([torch.ones(3, dtype=torch.uint8) for _ in range(2)], torch.ones(3, dtype=torch.uint8))
+"""
+FILES = {
+    "shapes.txt": SHAPES,
+    "bad.txt": "concat float32 3\nscan float32 3\n",
+    "none.txt": "# nothing\n",
+    "other.json": '{"format": "hpcdist tune 1"}',
+    "empty.json": '{"format": "hpcdist compare 1", "cases": []}',
+}
+BAD: dict[str, tuple[list[Any], str]] = {
+    "one file": (["a.json"], r"expected two files.* \[HD505\]"),
+    "no such file": (["a.json", "b.json"], r"a.json: no such file \[HD401\]"),
+    "another kind": (["other.json", "other.json"], r"other.json: is not in 'hpcdist compare 1' \[HD402\]"),
+    "not JSON": (["bad.txt", "other.json"], r"bad.txt: cannot be read: .* \[HD402\]"),
+    "nothing in common": (["empty.json", "empty.json"], r"a case in common \[HD505\]"),
+    "a verb": (["--shapes", "bad.txt"], r"'scan float32 3': expected concat or .* \[HD505\]"),
+    "no case": (["--shapes", "none.txt"], r"none.txt: has no case \[HD505\]"),
+    "no shapes": (["--shapes", "missing.txt"], r"missing.txt: no such file \[HD401\]"),
+    "no trace": (["--like", "missing"], r"missing: no call was traced.* \[HD401\]"),
+    "no folder": (["-o", "missing/a.json"], r"missing.* \[HD4\d\d\]"),
+}
+LIKE = [COMPARE, "--like", "traces", "--seconds", 0]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("compare")
+    for name, text in FILES.items():
+        (found / name).write_text(text)
+    job = mpirun(2, code=PROGRAM, cwd=found)
+    assert job.status == 0, job
+    return found
+
+
+@pytest.fixture(scope="module")
+def jobs(folder: Path) -> dict[str, Job]:
+    """How the commands ended, on two ranks."""
+    lines = {
+        "run": [COMPARE, "--shapes", "shapes.txt", "-o", "old.json", "--seconds", 0],
+        "like": LIKE,
+        **{name: [COMPARE, *words] for name, (words, _) in BAD.items()},
+    }
+    return dict(zip(lines, commands(2, *lines.values(), cwd=folder), strict=True))
+
+
+def test_a_run_and_two_files(folder: Path, jobs: dict[str, Job]) -> None:
+    """The second of which is the first one with other times; on one rank."""
+    one, record = jobs["run"], json.loads((folder / "old.json").read_text())
     assert (one.status, one.err) == (0, ""), one
-    record = json.loads((tmp_path / "old.json").read_text())
     assert record["format"] == "hpcdist compare 1" and "2 ranks on 1 node" in record["machine"]
     lines = [line.partition("#")[0].strip() for line in SHAPES.splitlines()]
     assert [case["case"] for case in record["cases"]] == [*filter(None, lines)]
@@ -53,71 +105,35 @@ def test_a_run_and_two_files(tmp_path: Path) -> None:
                 t["skipped"] is None for c in record["cases"] for t in c["timings"] if t["name"] == name
             )
     page = Parts()
-    page.feed((tmp_path / "old.html").read_text())
+    page.feed((folder / "old.html").read_text())
     assert page.loads == [] and page.tags.count("svg") == 1 and page.tags.count("table") == 4
     assert page.tags.count("rect") == 12  # three kinds in four cases
-    assert (tmp_path / "old.png").exists() or "no PNG: matplotlib is not installed" in one.out
+    assert (folder / "old.png").exists() or "no PNG: matplotlib is not installed" in one.out
 
     for case in record["cases"][:2]:
         for timing in case["timings"]:
             timing["samples"] = [sample and sample / 1000 for sample in timing["samples"]]
     record["cases"].pop()
-    (tmp_path / "new.json").write_text(json.dumps(record))
-    before = (tmp_path / "new.json").read_text()
-    (two,) = commands(1, [COMPARE, "old.json", "new.json", "-o", "both.json"], cwd=tmp_path)
+    (folder / "new.json").write_text(before := json.dumps(record))
+    two, other = commands(1, [COMPARE, "old.json", "new.json", "-o", "both.json"], LIKE, cwd=folder)
     assert (two.status, two.err) == (0, ""), two
     assert two.out.startswith("new against old: 3 cases\nhpcdist takes 0.00 to 1.00 times its time in old.")
     faster = len(re.findall(r" 0.001 +faster$", two.out, re.MULTILINE))
     assert faster == sum(t["skipped"] is None for case in record["cases"][:2] for t in case["timings"]) > 12
-    assert " and 0 slower\n" in two.out and not (tmp_path / "both.json").exists()
-    assert (tmp_path / "both.html").exists() and (tmp_path / "new.json").read_text() == before
-
-
-PROGRAM = """
-    import torch, hpcdist as hd, torch.distributed as dist
-    with hd.init(trace="traces") as world:
-        for step in range(3):
-            hd.concat(torch.ones(10 + 90 * world.rank, 2))
-            hd.split(torch.ones(7) if world.rank == 0 else None)
-            hd.gather(torch.ones(0))
-            hd.redistribute(torch.ones(4, 4), hd.Split(0), hd.Split(1))
-            dist.all_gather([torch.ones(3, dtype=torch.uint8) for _ in range(2)], torch.ones(3, dtype=torch.uint8))
-"""
-
-
-def test_the_calls_of_a_trace(tmp_path: Path) -> None:
-    job = mpirun(2, code=PROGRAM, cwd=tmp_path)
-    assert job.status == 0, job
-    like = [COMPARE, "--like", "traces", "--seconds", 0]
-    (found,) = commands(2, like, cwd=tmp_path)
-    assert (found.status, found.err) == (0, ""), found
-    cases = [case["case"] for case in json.loads((tmp_path / "compare.json").read_text())["cases"]]
-    assert sorted(cases) == ["concat int64 10 100", "concat uint8 3", "split uint8 14"]
-    (other,) = commands(1, like, cwd=tmp_path)
+    assert " and 0 slower\n" in two.out and not (folder / "both.json").exists()
+    assert (folder / "both.html").exists() and (folder / "new.json").read_text() == before
     assert other.status == 2 and "traces: is of 2 ranks; compare on as many [HD505]" in other.err
 
 
-BAD: dict[str, tuple[list[Any], str]] = {
-    "one file": (["a.json"], r"expected two files.* \[HD505\]"),
-    "no such file": (["a.json", "b.json"], r"a.json: no such file \[HD401\]"),
-    "another kind": (["other.json", "other.json"], r"other.json: is not in 'hpcdist compare 1' \[HD402\]"),
-    "not JSON": (["shapes.txt", "other.json"], r"shapes.txt: cannot be read: .* \[HD402\]"),
-    "nothing in common": (["empty.json", "empty.json"], r"a case in common \[HD505\]"),
-    "a verb": (["--shapes", "shapes.txt"], r"'scan float32 3': expected concat or .* \[HD505\]"),
-    "no case": (["--shapes", "none.txt"], r"none.txt: has no case \[HD505\]"),
-    "no shapes": (["--shapes", "missing.txt"], r"missing.txt: no such file \[HD401\]"),
-    "no trace": (["--like", "missing"], r"missing: no call was traced.* \[HD401\]"),
-    "no folder": (["-o", "missing/a.json"], r"missing.* \[HD4\d\d\]"),
-}
+def test_the_calls_of_a_trace(folder: Path, jobs: dict[str, Job]) -> None:
+    assert (jobs["like"].status, jobs["like"].err) == (0, ""), jobs["like"]
+    cases = [case["case"] for case in json.loads((folder / "compare.json").read_text())["cases"]]
+    assert sorted(cases) == ["concat int64 10 100", "concat uint8 3", "split uint8 14"]
 
 
-def test_bad_input_is_one_line_with_a_code(tmp_path: Path) -> None:
-    (tmp_path / "shapes.txt").write_text("concat float32 3\nscan float32 3\n")
-    (tmp_path / "none.txt").write_text("# nothing\n")
-    (tmp_path / "other.json").write_text('{"format": "hpcdist tune 1"}')
-    (tmp_path / "empty.json").write_text('{"format": "hpcdist compare 1", "cases": []}')
-    found = commands(2, *([COMPARE, *words] for words, _ in BAD.values()), cwd=tmp_path)
-    for job, (_, expected) in zip(found, BAD.values(), strict=True):
+def test_bad_input_is_one_line_with_a_code(jobs: dict[str, Job]) -> None:
+    for name, (_, expected) in BAD.items():
+        job = jobs[name]
         assert (job.status, job.out, job.err.count("\n")) == (2, "", 1), job
         assert re.search(expected, job.err), job.err
 
