@@ -27,27 +27,20 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+ARRAYS = [
+    np.arange(6, dtype=">i4").reshape(2, 3)[:, ::2],
+    np.zeros(0),
+    np.array([(1, 2.5), (3, 4.5)], dtype=[("n", "<u8"), ("x", "<f4", (1,))]),
+    np.float32(1.5),
+]
+
+
+@pytest.mark.parametrize("value", [*VALUES, *ARRAYS], ids=repr)
 def test_comes_back_as_it_was(value: Any) -> None:
     found = decode(encode(value))
-    assert found == value
     assert type(found) is type(value)
-
-
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.arange(6, dtype=">i4").reshape(2, 3)[:, ::2],
-        np.zeros(0),
-        np.array([(1, 2.5), (3, 4.5)], dtype=[("n", "<u8"), ("x", "<f4", (1,))]),
-        np.float32(1.5),
-    ],
-    ids=repr,
-)
-def test_numpy(array: Any) -> None:
-    found = decode(encode(array))
-    assert type(found) is type(array)
-    assert found.dtype == array.dtype and np.array_equal(found, array)
+    assert getattr(found, "dtype", None) == getattr(value, "dtype", None)
+    assert np.array_equal(found, value) if isinstance(value, np.ndarray) else found == value
 
 
 def test_a_kind_of_string_arrives_as_a_string() -> None:
@@ -84,10 +77,6 @@ def test_other_kinds_are_refused(value: Any) -> None:
     ids=json.dumps,
 )
 def test_nothing_else_is_read(said: Any) -> None:
-    with pytest.raises(ValueError, match="not a value that a rank has encoded"):
-        decode(json.dumps(said).encode())
-
-
-def test_a_pickle_is_not_read() -> None:
-    with pytest.raises(ValueError, match="not a value that a rank has encoded"):
-        decode(pickle.dumps(3))
+    for data in (json.dumps(said).encode(), pickle.dumps(said)):
+        with pytest.raises(ValueError, match="not a value that a rank has encoded"):
+            decode(data)

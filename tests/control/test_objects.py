@@ -53,15 +53,11 @@ def test_what_cannot_be_encoded_on_one_rank(world: hd.World) -> None:
     last = world.world_size - 1
     for value, problem in ((10**5000, "ValueError"), (deep, "RecursionError"), (object(), "TypeError")):
         given = value if world.rank == last else 1
-        error = raises_on_all_ranks(
-            world.comm, hd.RankError, lambda given=given: objects.all_gather_object(world.comm, given, "verb")
-        )
-        assert_on_all_ranks(world.comm, problem in error.problems[last], error.problems)
-        error = raises_on_all_ranks(
-            world.comm,
-            hd.RankError,
+        for call in (
+            lambda given=given: objects.all_gather_object(world.comm, given, "verb"),
             lambda given=given: objects.run_on_root(world.comm, "verb", lambda: given, root=last),
-        )
-        assert_on_all_ranks(world.comm, problem in error.problems[last], error.problems)
+        ):
+            error = raises_on_all_ranks(world.comm, hd.RankError, call)
+            assert_on_all_ranks(world.comm, problem in error.problems[last], error.problems)
     while deep:  # deleting it at once would recurse
         deep = deep.pop()

@@ -11,30 +11,16 @@ SIZES = [(extent, parts) for extent in (0, 1, 2, 3, 5, 7, 8, 100, 2**40 + 3) for
 
 
 @pytest.mark.parametrize(("extent", "parts"), SIZES)
-def test_block_is_even_with_the_longer_parts_first(extent: int, parts: int) -> None:
-    counts = layout.block(extent, parts)
-    assert len(counts) == parts
-    assert sum(counts) == extent
-    assert max(counts) - min(counts) <= 1
-    assert counts == sorted(counts, reverse=True)
-
-
-@pytest.mark.parametrize(("extent", "parts"), [size for size in SIZES if size[0] < 1000])
-def test_chunk_is_what_torch_chunk_does(extent: int, parts: int) -> None:
-    lengths = [len(piece) for piece in torch.arange(extent).chunk(parts)]
-    assert layout.chunk(extent, parts) == lengths + [0] * (parts - len(lengths))
-
-
-def test_block_and_chunk_differ() -> None:
-    assert layout.block(10, 4) == [3, 3, 2, 2]
-    assert layout.chunk(10, 4) == [3, 3, 3, 1]
-    assert layout.chunk(5, 4) == [2, 2, 1, 0]
-
-
-def test_counts_of_a_rule() -> None:
-    assert layout.counts_of(None, 10, 4) == layout.block(10, 4)
-    assert layout.counts_of("block", 10, 4) == layout.block(10, 4)
-    assert layout.counts_of("chunk", 10, 4) == layout.chunk(10, 4)
+def test_block_and_chunk(extent: int, parts: int) -> None:
+    """As numpy and torch cut."""
+    block, chunk = (layout.counts_of(rule, extent, parts) for rule in ("block", "chunk"))
+    assert (layout.block(extent, parts), layout.chunk(extent, parts)) == (block, chunk)
+    assert layout.counts_of(None, extent, parts) == block
+    assert len(block) == len(chunk) == parts and sum(block) == sum(chunk) == extent
+    assert max(block) - min(block) <= 1 and block == sorted(block, reverse=True)
+    if extent < 1000:
+        lengths = [len(piece) for piece in torch.arange(extent).chunk(parts)]
+        assert chunk == lengths + [0] * (parts - len(lengths))
 
 
 def test_counts_of_explicit_counts() -> None:
