@@ -9,8 +9,7 @@ Needs root, and the packages util-linux and iproute2::
         server = hosts.start("node2", ["sleep", "60"])  # goes on; server.wait(deadline) gives its Job
         hosts.rate("1gbit")                             # of every wire, both ways; None: as fast as memory
         before = hosts.bytes()["node1"].received        # by its wire
-        hosts.unplug("node2"), hosts.plug("node2")      # its wire
-        hosts.crash("node2"), hosts.boot("node2")       # loses power: no goodbye gets out, all its processes die
+        hosts.unplug("node2")                           # its wire
 
 A host has its own network, host name, /etc/hosts (``hosts.hosts_file(name)``), IPC, /tmp and /dev/shm; all else, and
 the process numbers, are the machine's; so is this checkout, in /tmp or not. ``hosts.folder``, in /var/tmp, is shared by
@@ -70,15 +69,12 @@ ip link set lo up
 set +e
 """
 
-# What mpirun calls in place of ssh. When a host loses power, ssh hangs: it does not return.
+# What mpirun calls in place of ssh.
 _RSH = """#!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
 host=$1
 shift
-nsenter -t "$(cat {folder}/$host/pid)" -n -u -m -i -- /bin/sh -c "$*"
-status=$?
-[ -e {folder}/$host/pid ] || exec sleep 1d
-exit $status
+exec nsenter -t "$(cat {folder}/$host/pid)" -n -u -m -i -- /bin/sh -c "$*"
 """
 
 
@@ -301,17 +297,8 @@ class Hosts:
         """Nothing comes to or from it."""
         self._ip(self._switch, f"link set {name} down")
 
-    def plug(self, name: str) -> None:
-        self._ip(self._switch, f"link set {name} up")
-
-    def crash(self, name: str) -> None:
-        """It loses power: from one moment to the next nothing comes from it, and its processes are gone."""
-        self.unplug(name)
-        (self.folder / name / "pid").unlink()
-        self._off(name)
-
     def boot(self, name: str) -> None:
-        """It comes up, at first or after a crash: its wire, addresses, empty /tmp and /dev/shm."""
+        """It comes up: its wire, addresses, empty /tmp and /dev/shm."""
         (self.folder / name).mkdir(exist_ok=True)
         self.hosts_file(name).write_text(self._names(name))
         namespaces = ("--net", "--uts", "--mount", "--ipc", "--propagation", "private")
@@ -328,11 +315,7 @@ class Hosts:
             self._ip(holder, "link set nowhere up")
             self._ip(holder, "link add eth1 type veth peer name nothing")
             self._ip(holder, f"addr add 10.99.0.{number}/24 dev eth1")
-        # After a crash the kernel takes a moment to remove the old wire.
-        command = [*_enter(self._switch, "-n"), "ip", "link", "del", name]
-        subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
-        mac = f"02:00:00:00:00:{self.names.index(name) + 1:02x}"  # the same after a crash: the others remember it
-        self._ip(self._switch, f"link add {name} type veth peer name eth0 address {mac} netns {holder.pid}")
+        self._ip(self._switch, f"link add {name} type veth peer name eth0 netns {holder.pid}")
         self._ip(self._switch, f"link set {name} master br0 up")
         self._ip(holder, f"addr add {self.address(name)}/24 dev eth0")
         self._ip(holder, "link set eth0 up")

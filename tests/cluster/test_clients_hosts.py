@@ -1,43 +1,18 @@
-"""The programs of docs/clients over two hosts, by mpirun and by srun: they end as under torchrun on one host.
+"""The programs of docs/clients over two hosts, by srun: they end as under torchrun on one host.
 
 In the environment `libraries`, on Debian's Open MPI.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from clients import ENV, PROGRAMS, by_torchrun, difference, ended, programs
-from hosts import Hosts
 from launch import python
 from slurm import Slurm
 
 pytestmark = pytest.mark.cluster
 
 ROUNDING = 4 * 2**-23  # float32's, in parts of the largest value; at most 0.75 * 2**-23 was measured
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    with Hosts(2) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def slurm(hosts: Hosts) -> Iterator[Slurm]:
-    with Slurm(hosts) as made:
-        yield made
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_two_hosts_by_mpirun(name: str, hosts: Hosts) -> None:
-    """By gloo, as under torchrun: the values are equal."""
-    ours = hosts.folder / f"mpirun-{name}"
-    ours.mkdir()
-    ended(lambda: hosts.mpirun([2, 2], "-m", "hpcdist.run", programs() / name, ours, env=ENV))
-    assert difference(ours, by_torchrun(name, 4)) == 0
 
 
 @pytest.mark.timeout(300)

@@ -107,32 +107,6 @@ def test_a_full_folder_for_temporary_files(hosts: Hosts) -> None:
     assert fix.startswith("ls -ld $TMPDIR; df -h $TMPDIR")
 
 
-# The doctor; the ports that are given out after the start of MPI are those that a firewall does not let pass.
-BEHIND_A_FIREWALL = """
-    import runpy, sys
-    from pathlib import Path
-    from hpcdist.doctor import examine
-    init = examine.world.init
-    def narrowed(**options):
-        Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("20000 20199")
-        return init(**options)
-    examine.world.init = narrowed
-    sys.argv = ["doctor", "--json", "--limit", "10"]
-    runpy.run_module("hpcdist.doctor", run_name="__main__", alter_sys=True)
-"""
-
-
-def test_a_host_behind_a_firewall(hosts: Hosts) -> None:
-    rule = "ip rule add ipproto tcp dport 20000-20199 unreachable"
-    assert hosts.run("node2", rule.split()).status == 0
-    job = hosts.mpirun([1, 1], code=BEHIND_A_FIREWALL)
-    verdict, text, fix = finding(job, "hpcdist.init()")
-    assert verdict == "broken"
-    assert "no address of rank 0's host is reached by all 2 ranks" in text
-    assert "net.ipv4.ip_local_port_range" in fix
-    assert job.status != 0
-
-
 def test_the_wrong_mpi_of_srun(slurm: Slurm) -> None:
     from mpi4py import MPI
 

@@ -20,36 +20,42 @@ UNKNOWN = (
 ENDS = 12  # seconds after which a launcher that waits for a lost host is ended
 
 
-def hang(hosts: Hosts, ranks: list[int], reason: str, rank: int, limit: float = 1.5) -> Started:
-    return hosts.start_mpirun(ranks, PROGRAM, f"{rank}:{reason}", "concat", env={"LIMIT": str(limit)})
+def hang(hosts: Hosts, ranks: list[int], reasons: str, limit: float = 1.5) -> Started:
+    return hosts.start_mpirun(ranks, PROGRAM, reasons, "concat", env={"LIMIT": str(limit)})
+
+
+SAID = {
+    "sleep": r"has not reached this call: it is in Python, at \S+hanging.py:\d+ in sleep",
+    "stop": r"is stopped, by a signal or a debugger",
+    "stop alone": rf"does not answer: it is stopped, in native code {UNKNOWN}",
+    "killed": r"is dead: its process has ended without finalize",
+}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "rank", "reason", "said"),
-    [
-        ([2, 2], 3, "sleep", r"has not reached this call: it is in Python, at \S+hanging.py:\d+ in sleep"),
-        ([1, 1, 1], 2, "fifo", r"has not reached this call: it is in I/O, read of \S+fifo"),
-        ([2, 2], 2, "stop", r"is stopped, by a signal or a debugger"),
-        ([1, 1], 1, "stop", rf"does not answer: it is stopped, in native code {UNKNOWN}"),
-        ([2, 1], 1, "killed", r"is dead: its process has ended without finalize"),
-    ],
+    ("ranks", "reasons"),
+    [([2, 2], {2: "stop", 3: "sleep"}), ([1, 1], {1: "stop alone"}), ([2, 1], {1: "killed"})],
+    ids=["asked", "alone", "killed"],
 )
-def test_the_reason_is_told_across_hosts(ranks: list[int], rank: int, reason: str, said: str) -> None:
+def test_the_reason_is_told_across_hosts(ranks: list[int], reasons: dict[int, str]) -> None:
+    killed = "killed" in reasons.values()
+    told = ",".join(f"{rank}:{reason.split()[0]}" for rank, reason in reasons.items())
     with Hosts(len(ranks), useless=True) as hosts:
-        job = hang(hosts, ranks, reason, rank, 40 if reason == "killed" else 1.5).wait()
-    node = next(i + 1 for i in range(len(ranks)) if rank < sum(ranks[: i + 1]))
+        job = hang(hosts, ranks, told, 40 if killed else 1.5).wait()
     assert job.status != 0
-    if reason == "killed" and "is dead" not in job.err:
+    if killed and "is dead" not in job.err:
         assert re.search(r"PID \d+ RUNNING AT node1", job.out + job.err)  # its launcher was faster
         return
-    assert re.search(rf"rank {rank} \(node{node}, pid \d+\) {said}", job.err), job.err
-    for other in set(range(sum(ranks))) - {rank} if reason != "killed" else ():
+    for rank, reason in reasons.items():
+        node = 1 if rank < ranks[0] else 2
+        assert re.search(rf"rank {rank} \(node{node}, pid \d+\) {SAID[reason]}", job.err), job.err
+    for other in set(range(sum(ranks))) - set(reasons) if not killed else ():
         assert re.search(rf"{other} +node\d +\d+ +concat\(\) at .* ago +concat\(\) at .* s +waits", job.err), job.err
 
 
 def test_a_host_that_is_cut_off_is_told() -> None:
     with Hosts(2) as hosts:
-        started = hang(hosts, [1, 1], "sleep", 1, 4)
+        started = hang(hosts, [1, 1], "1:sleep", 4)
         _wait_for(started, 2)
         hosts.unplug("node2")
         found = _error(started)
@@ -61,7 +67,7 @@ def test_a_host_that_is_cut_off_is_told() -> None:
 
 def test_a_signal_prints_the_table_of_all_hosts() -> None:
     with Hosts(2) as hosts:
-        started = hang(hosts, [1, 2], "sleep", 1, 60)
+        started = hang(hosts, [1, 2], "1:sleep", 60)
         pids = _wait_for(started, 3)
         os.kill(pids[2], signal.SIGUSR2)
         time.sleep(4)

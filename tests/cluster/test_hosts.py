@@ -6,21 +6,14 @@ python -m pytest -m cluster tests/cluster/test_hosts.py     # as root; under the
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
 import textwrap
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import forks
 import pytest
 from hosts import Hosts
-from launch import python
 
 pytestmark = pytest.mark.cluster
 
@@ -30,9 +23,6 @@ MIB = 8  # a rank, of what is put on the wires
 PART = MIB << 20
 ROUTES = ("mpi", "gloo")  # hdf5 goes through the file system, which here is no other host's
 SLACK = 0.01  # parts of a rank: what the ranks agree on beforehand
-RATE = 400 * 10**6  # bits a second, of the slow network
-BURST = 2 * 8 * (128 << 10)  # bits that pass at once: each wire has a bucket at both ends
-SLEEPS = "import os, time; os.write(1, b'up\\n'); time.sleep(600)"
 PORTS = range(20000, 20200)  # none that the system gives out by itself
 
 # Rank 0's host gives out these ports from here on; MPI has all its connections already.
@@ -230,109 +220,3 @@ def test_what_each_verb_puts_on_the_wires(hosts: Hosts, place: str) -> None:
         assert after[host].received - before[host].received > sum(
             found["received"][hosts.names.index(host)] for found in measured.values()
         )
-
-
-def test_a_slow_network(hosts: Hosts) -> None:
-    """Nothing is faster than the wire, so that it is the wire that was counted; how near it comes is printed."""
-    hosts.rate(f"{RATE // 10**6}mbit")
-    ranks = PLACES["2 hosts x 2 ranks"]
-    measured = wire(hosts, ranks, 1, "gather,split,concat,concat shared,rows to columns,send")
-    assert len(measured) == 10
-    print(f"\n2 hosts x 2 ranks, {MIB} MiB a rank, {RATE // 10**6} Mbit/s; seconds, and the share of the rate")
-    for name, found in measured.items():
-        verb = name.rpartition(" ")[0]
-        needed = max(n * copies(name, count) for n, count in zip(least(ranks)[verb], ranks, strict=True)) * PART * 8
-        share = needed / RATE / found["seconds"]
-        print(f"{name:28} {found['seconds']:6.3f} {share:6.1%}")
-        assert found["seconds"] > 0.95 * (needed - BURST) / RATE, name
-        assert share > 0.2, name
-
-
-def test_hosts_are_apart_and_joined_by_wires(hosts: Hosts) -> None:
-    """Two sets of them, too; and a host that has lost power comes up again."""
-    with Hosts(1) as others:
-        assert others.run("node1", ["hostname"]).out == "node1\n"
-        assert not reached(hosts, "node2", "10.77.0.4") and not reached(others, "node1", "node2")
-    for folder in ("/tmp", "/dev/shm"):
-        assert hosts.run("node1", ["touch", f"{folder}/here"]).status == 0
-        assert "here" not in hosts.run("node2", ["ls", folder]).out.split()
-    assert hosts.run("node1", ["touch", "shared"]).status == 0
-    assert (hosts.folder / "shared").exists()
-    assert reached(hosts, "node1", "node2")
-    hosts.unplug("node2")
-    assert not reached(hosts, "node1", "node2")
-    hosts.plug("node2")
-    assert reached(hosts, "node1", "node2")
-    lost = hosts.start("node2", ["sleep", "600"])
-    hosts.crash("node2")
-    assert lost.wait(5).status == -signal.SIGKILL and not lost.pids()
-    assert not reached(hosts, "node1", "node2")
-    hosts.boot("node2")
-    assert reached(hosts, "node1", "node2") and reached(hosts, "node2", "node3")
-
-
-def reached(hosts: Hosts, host: str, other: str) -> bool:
-    """Whether `other` says that nobody listens at a port of its."""
-    code = f"import socket; socket.create_connection(({other!r}, 9), timeout=0.5)"
-    return "ConnectionRefusedError" in hosts.run(host, [sys.executable, "-S", "-c", code], deadline=10).err
-
-
-def test_a_command_that_hangs_is_ended_on_all_hosts(hosts: Hosts) -> None:
-    started = hosts.start_mpirun([1, 1], code=SLEEPS)
-    assert started.process.stdout is not None and started.process.stdout.readline() == "up\n"
-    words = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in started.pids()]
-    assert any(b"forkserver.py" in word for word in words), words  # a rank, too, which is a fork
-    with pytest.raises(AssertionError, match=r"did not end within 0\.1 s"):
-        started.wait(0.1)
-    assert not started.pids()
-
-
-@pytest.mark.parametrize("end", ["closed", "killed"])
-def test_nothing_is_left_behind(end: str) -> None:
-    """No process, namespace, mount or file, though a job and a daemon were running; nor if we are killed ourselves."""
-    code = f"""
-        import sys
-        sys.path[:0] = {[str(HERE), str(HERE.parent / "helpers")]!r}
-        from hosts import Hosts, forked
-        hosts = Hosts(2, useless=True)
-        job = hosts.start_mpirun([1, 1], code={SLEEPS!r})
-        assert job.process.stdout.readline() == "up\\n"
-        assert hosts.run("node2", ["sh", "-c", "setsid sleep 600 >/dev/null 2>&1 &"]).status == 0
-        print(hosts.folder, forked()[-1], flush=True)
-        input()
-        hosts.close()
-    """
-    with subprocess.Popen(
-        [*python(), "-c", textwrap.dedent(code)],
-        env={**os.environ, **({forks.GIVEN: ""} if end == "killed" else {})},  # then with servers of its own
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as owner:
-        assert owner.stdin is not None and owner.stdout is not None
-        folder, servers = owner.stdout.readline().split()
-        assert len(inside(folder)) > 7
-        left = [Path(folder)] if end == "closed" else [Path(folder), Path(servers)]
-        if end == "closed":
-            owner.communicate("\n", timeout=20)
-            assert owner.returncode == 0
-        else:
-            owner.kill()
-            with Hosts(2) as others:  # at once
-                assert reached(others, "node1", "node2")
-            deadline = time.monotonic() + 20
-            while (inside(folder) or any(path.exists() for path in left)) and time.monotonic() < deadline:
-                time.sleep(0.1)
-    assert not inside(folder) and not any(path.exists() for path in left)
-
-
-def inside(folder: str) -> list[str]:
-    """The processes that have to do with these hosts: by their mounts, what they were told, or who started them.
-    Without a process, a host's namespaces and mounts are gone."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            told = [(process / name).read_bytes() for name in ("cmdline", "environ", "mountinfo")]
-            if any(Path(folder).name.encode() in text for text in told):
-                found.append(process.name)
-    return found

@@ -79,17 +79,13 @@ def message(world: hd.World, x: torch.Tensor, dest: int) -> None:
 
 
 def measure(world: hd.World, step: Callable[[], object]) -> dict[str, Any]:
-    """Bytes that each node has received and sent, and the seconds; the same on all ranks."""
+    """Bytes that each node has received and sent; the same on all ranks."""
     before = counted(world)
-    start = time.perf_counter()
     step()
-    world.comm.Barrier()
-    seconds = time.perf_counter() - start
     after = counted(world)
     nodes = world.comm.allgather((world.local_rank, [b - a for a, b in zip(before, after, strict=True)]))
     traffic = [changes for local_rank, changes in nodes if local_rank == 0]
-    longest = max(world.comm.allgather(seconds))
-    return {"received": [t[0] for t in traffic], "sent": [t[1] for t in traffic], "seconds": longest}
+    return {"received": [t[0] for t in traffic], "sent": [t[1] for t in traffic]}
 
 
 def counted(world: hd.World) -> tuple[int, int]:
