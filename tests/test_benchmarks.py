@@ -69,6 +69,17 @@ def test_readme_says_which_way_by_hand_is_the_fastest(made: SimpleNamespace) -> 
     ).read_text()
 
 
+def test_readme_says_where_it_is_slower(made: SimpleNamespace) -> None:
+    """No cell of the heat maps of small calls is better than README says."""
+    report = made.report
+    maps = [report.heat(made.records, mpi, np) for mpi in report.mpis(made.records) for np in report.RANKS]
+    cells = [cell for found in maps for (_, size), cell in found.items() if size in report.SIZES[:3]]
+    assert len(cells) > 50
+    least = 1 / max(cell.median for cell in cells)
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"8 B to 64 KiB took at least {int(10 * least) / 10} times as long as the best hand-written way" in text
+
+
 def test_benchmarks_page_is_short_and_plain() -> None:
     text = (ROOT / "benchmarks" / "README.md").read_text()
     assert len(text.splitlines()) <= 250
