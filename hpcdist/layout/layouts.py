@@ -168,14 +168,13 @@ class Block:
     """A grid of ranks; each dimension of the grid cuts one dimension of the tensor.
 
     Args:
-        grid: the number of ranks along each dimension of the grid; their product is the number of ranks.
+        grid: the number of ranks along each dimension of the grid; their product is the number of ranks, which are
+            numbered along the last dimension first.
         dims: for each dimension of the grid, the dimension of the tensor that it cuts (may be negative), or None if
             the ranks along it hold copies. If a dimension is named twice, each part is cut again.
         counts: how to cut: the name of a rule ("block" or "chunk"), or one entry for each dimension of the grid: a
             rule, counts, or None for the block rule. A single None also means the block rule; for the source of a
             transfer, it means what the ranks hold.
-        order: "row" if ranks are numbered along the last dimension of the grid first (as in C), "column" if along the
-            first (as in Fortran).
 
     Example: the tiles of a 4 x 6 tensor on 4 ranks::
 
@@ -186,7 +185,6 @@ class Block:
     grid: tuple[int, ...]
     dims: tuple[int | None, ...]
     counts: str | tuple[Counts, ...] | None = None
-    order: str = "row"
 
     def __post_init__(self) -> None:
         _set(self, "grid", tuple(index(n) for n in self.grid))
@@ -195,8 +193,6 @@ class Block:
             raise _wrong(f"dims has {len(self.dims)} entries, expected one for each of the {len(self.grid)} of grid")
         if min(self.grid, default=1) < 1:
             raise _wrong(f"grid is {self.grid}, expected at least one rank along each dimension")
-        if self.order not in ("row", "column"):
-            raise _wrong(f"order is {self.order!r}, expected 'row' or 'column'")
         if self.counts is None or isinstance(self.counts, str):
             _checked(self.counts)
             return
@@ -257,10 +253,8 @@ class Block:
         return self.counts
 
     def _coords(self) -> Iterator[tuple[int, ...]]:
-        """Iterate over the grid coordinates of all ranks."""
-        if self.order == "row":
-            return product(*map(range, self.grid))
-        return (coords[::-1] for coords in product(*map(range, reversed(self.grid))))
+        """Iterate over the grid coordinates of all ranks, which are numbered along the last dimension first."""
+        return product(*map(range, self.grid))
 
 
 @dataclass(frozen=True)

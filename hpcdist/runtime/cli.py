@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,18 +12,17 @@ from typing import Any, NoReturn, TypeVar
 from torch import Tensor
 
 from hpcdist.control import objects
-from hpcdist.errors import HpcdistError, LaunchError, coded
+from hpcdist.errors import HpcdistError, LaunchError
 from hpcdist.process import abort, host_memory
 from hpcdist.process.streams import escape, printing
 from hpcdist.runtime import world
-from hpcdist.runtime.commandline import BAD_INPUT, Parser, is_rank_0, line, show_bytes
+from hpcdist.runtime.commandline import BAD_INPUT, Parser, is_rank_0, line
 from hpcdist.runtime.world import World, team_of
 from hpcdist.tensors import accelerator
 
 T = TypeVar("T")
 
 _MIN_WINDOW = 1024  # bytes: each piece has a checksum, which must not be longer than the piece
-_SHM = 2**23  # bytes of /dev/shm below which MPI's messages do not fit
 
 
 def run(parser: Parser, main: Callable[[World, argparse.Namespace], int]) -> NoReturn:
@@ -35,7 +33,6 @@ def run(parser: Parser, main: Callable[[World, argparse.Namespace], int]) -> NoR
     """
     escape()  # names of files
     with printing(parser.prog):
-        _warn_of_small_shm(parser.prog)  # before MPI starts, which a bus error may end without a message
         args = parser.parse_args()
         try:
             here = world.init(staging=getattr(args, "staging", None))
@@ -55,18 +52,6 @@ def refuse(name: str, error: HpcdistError) -> NoReturn:
     world.finalize()
     abort.uninstall()
     sys.exit(BAD_INPUT)
-
-
-def _warn_of_small_shm(name: str) -> None:
-    """Warn, on rank 0, if MPI has too little shared memory for the messages within a node."""
-    try:
-        found = os.statvfs("/dev/shm")
-    except OSError:  # not mounted
-        return
-    free = found.f_bavail * found.f_frsize
-    if free < _SHM and world.is_first():
-        text = f"/dev/shm has {show_bytes(free)} free: MPI may end with a bus error; see python -m hpcdist.doctor"
-        print(f"{name}: warning: {coded('HD116', text)}", file=sys.stderr, flush=True)
 
 
 def progress(items: Iterable[T], here: World, what: str) -> Iterable[T]:

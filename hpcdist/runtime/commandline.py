@@ -33,14 +33,6 @@ class Parser(argparse.ArgumentParser):
         if self._prints():
             super()._print_message(message, file)
 
-    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Take the word of ``--time=--`` as a value, as newer Pythons do: 3.11 removes it, and the value is a list."""
-        if action.option_strings and arg_strings == ["--"]:
-            value = self._get_value(action, "--")
-            self._check_value(action, value)
-            return value
-        return super()._get_values(action, arg_strings)
-
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: error: {shown(message)} (see --help)\n")
 

@@ -28,7 +28,7 @@ def layout_of(placements: Sequence[Placement], mesh: DeviceMesh | Sequence[int])
     Example, on 4 ranks: rows and columns cut in 2::
 
         >>> layout_of([Shard(0), Shard(1)], (2, 2))
-        Block(grid=(2, 2), dims=(0, 1), counts='chunk', order='row')
+        Block(grid=(2, 2), dims=(0, 1), counts='chunk')
         >>> hd.redistribute(x.to_local(), layout_of(x.placements, x.device_mesh), hd.Split(0))
     """
     grid = _shape(mesh)

@@ -32,7 +32,7 @@ def _layouts(size: int, shape: tuple[int, ...]) -> dict[str, hd.layout.Layout]:
     if len(shape) > 1:
         for grid in {(a, size // a) for a in range(1, size + 1) if size % a == 0}:
             found[f"tiles {grid}"] = hd.Block(grid, (0, 1))
-            found[f"tiles {grid}, by columns"] = hd.Block(grid, (1, 0), "chunk", "column")
+            found[f"tiles {grid}, by columns"] = hd.Block(grid[::-1], (0, 1), "chunk")
             found[f"rows {grid}, copies"] = hd.Block(grid, (0, None))
     last = [max(0, extent - 2) for extent in shape]
     found["boxes, overlapping"] = hd.Boxes(

@@ -30,7 +30,6 @@ from hpcdist.errors import FileError, HpcdistError
 from hpcdist.formats.hdf5 import record_dtype
 from hpcdist.formats.known import describe
 from hpcdist.process import host_memory
-from hpcdist.runtime import cli
 
 X = np.arange(6)
 
@@ -274,15 +273,6 @@ def test_two_thousand_inputs_and_few_file_descriptors(tmp_path: Path) -> None:
     job = mpirun(2, code=FEW, cwd=tmp_path)
     assert job.status == 0, job.err
     assert np.load(tmp_path / "s.npy").tolist() == [*range(2000)]
-
-
-def test_little_shared_memory_is_told_before_mpi_begins(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((4096, 4096, 256, 256, 256, 0, 0, 0, 0, 255)))
-    cli._warn_of_small_shm("hpcdist gather")
-    text = "/dev/shm has 1.0 MiB free: MPI may end with a bus error; see python -m hpcdist.doctor [HD116]"
-    assert capsys.readouterr().err == f"hpcdist gather: warning: {text}\n"
 
 
 @pytest.mark.once

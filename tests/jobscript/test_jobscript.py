@@ -183,8 +183,6 @@ MISTAKES = {
     "--gpus-per-node 4 --ntasks-per-node 8": "--ntasks-per-node 8: more than the 4 GPUs of a node",
     "--kind train --gpus-per-node 4 --ntasks-per-node 8": "--ntasks-per-node 8: more than the 4 GPUs of a node",
     "--time soon": "--time soon: expected minutes, hours:minutes:seconds or days-hours:minutes:seconds",
-    "--time=--": "--time --: expected minutes",
-    "--nodes=--": "argument --nodes: invalid int value: '--'",
     "--output '#x'": "--output '#x': expected a path without spaces, quotes and #",
     "--time \u0663": "--time \u0663: expected minutes",
     "--time 0:00": "--time 0:00: expected minutes, hours:minutes:seconds or days-hours:minutes:seconds, above 0",

@@ -42,14 +42,13 @@ def test_split(shape: tuple[int, ...], parts: int) -> None:
     assert Replicate().boxes(shape, parts) == [layout.whole(shape)] * parts
 
 
-@pytest.mark.parametrize("order", ["row", "column"])
 @pytest.mark.parametrize(("grid", "dims"), [((2, 3), (0, 1)), ((3, 2), (1, 0)), ((2, 2), (1, None)), ((2, 2), (0, 0))])
-def test_block(grid: tuple[int, int], dims: tuple[int | None, ...], order: str) -> None:
+def test_block(grid: tuple[int, int], dims: tuple[int | None, ...]) -> None:
     """Cut along one dimension of the grid after the other, by numpy."""
     shape = (7, 5, 2)
-    boxes = Block(grid, dims, order=order).boxes(shape, prod(grid))
+    boxes = Block(grid, dims).boxes(shape, prod(grid))
     for rank, box in enumerate(boxes):
-        at = np.unravel_index(rank, grid, "C" if order == "row" else "F")
+        at = np.unravel_index(rank, grid)
         part = _places(shape)
         for n, dim, place in zip(grid, dims, at, strict=True):
             part = part if dim is None else np.array_split(part, n, dim)[place]
@@ -70,7 +69,7 @@ def test_counts_in_a_grid() -> None:
         Split(1, "chunk"),
         Split(0, (0, 5, 0, 2)),
         Block((2, 2), (0, 1)),
-        Block((2, 2), (-1, 0), "chunk", "column"),
+        Block((2, 2), (-1, 0), "chunk"),
         Block((2, 2), (1, 1)),
         Block((4, 1), (None, 0)),
         Replicate(),
@@ -117,7 +116,6 @@ def test_boxes_of_any_kind() -> None:
         (lambda: Split(0, "half"), "counts is not a known rule"),
         (lambda: Block((2, 2), (0,)), "dims has 1 entries"),
         (lambda: Block((0, 2), (0, 1)), "expected at least one rank along each dimension"),
-        (lambda: Block((2,), (0,), order="C"), "order is 'C'"),
         (lambda: Block((2,), (0,), ("block", "block")), "counts has 2 entries"),
         (lambda: Split(2).boxes((3, 3), 2), "dim 2 cannot be cut: the tensor has 2 dims"),
         (lambda: Split(0, (1, 1)).boxes((3,), 2), "counts add up to 2, expected 3"),
