@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 import pytest
@@ -59,19 +58,7 @@ def test_futures_and_results(world: hd.World) -> None:
     total = torch.full((4,), float(sum(range(world.world_size))))
     findings.same(halved.wait(), total / 2, "then()")
     findings.same(work.result()[0], total, "result()")
-    work = dist.barrier(async_op=True)
-    work.wait()
-    findings.check(work.is_completed(), "barrier")
     findings.settle()
-
-
-def test_blocking_calls_start_no_thread(world: hd.World) -> None:
-    group = dist.new_group()
-    before = threading.active_count()
-    for _ in range(3):
-        dist.all_reduce(torch.ones(2), group=group)
-    assert_on_all_ranks(world.comm, threading.active_count() == before, "a thread was started")
-    dist.destroy_process_group(group)
 
 
 def test_an_error_reaches_who_waits(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import hpcdist as hd
-from hpcdist.backend import works
 from hpcdist.runtime import registration
 
 pytestmark = pytest.mark.mpi
@@ -116,28 +115,6 @@ def test_tensors_of_inference_mode(world: hd.World) -> None:
         if size > 1:
             findings.same(got, torch.full((3,), (rank - 1) % size + 1.0), f"recv, {what}")
     findings.settle()
-
-
-def test_each_message_costs_the_same_however_many_are_unfinished(world: hd.World) -> None:
-    class Message:
-        asked, done = 0, False
-
-        def is_completed(self) -> bool:
-            self.asked += 1
-            return self.done
-
-    before = set(works._unfinished)
-    messages = [Message() for _ in range(500)]
-    for message in messages:
-        works._keep(message)  # type: ignore[arg-type]
-    assert sum(message.asked for message in messages) <= 4 * len(messages)
-    assert set(messages) <= set(works._unfinished)  # though nobody has a handle
-    for message in messages:
-        message.done = True
-    for _ in range(200 + len(before)):
-        works._keep(messages[0])  # type: ignore[arg-type]
-    works.forget_done()
-    assert set(works._unfinished) <= before
 
 
 def test_the_compiler_does_not_look_into_calls_and_handles(world: hd.World) -> None:

@@ -52,15 +52,6 @@ def test_a_rank_that_raises_ends_the_job(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "end.pt").exists()
 
 
-@pytest.mark.parametrize("launcher", ["accelerate launch", "deepspeed", "torchrun"])
-def test_the_libraries_launchers_are_refused(launcher: str, tmp_path: Path) -> None:
-    program = str(programs() / "accelerate_train.py")
-    job = mpirun_of("mpich", *RUN, *launcher.split(), program, str(tmp_path), cwd=tmp_path)
-    assert job.status == 2, job
-    assert "[HD106]" in job.err and launcher.split()[0] in job.err, job.err
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", STOPS)
 def test_a_program_stops_and_goes_on(name: str, tmp_path: Path) -> None:

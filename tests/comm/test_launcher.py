@@ -17,18 +17,20 @@ ELASTIC = {**TORCH, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "some"}
 IN_SLURM = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}  # as a job script has them
 STEP = {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
 
+
+def of(words: str, more: dict[str, str] | None = None) -> dict[str, str]:
+    return {**dict(word.split("=") for word in words.split()), **(more or {})}
+
+
 # The variables of the last rank of 4 on 2 nodes: as printed by the launcher where docs/do/launchers.md says that it was
 # run; else as documented. With it: its name, its words for one process, and those for its own mismatch.
 PLACES = {
     "Open MPI": (
-        {
-            "OMPI_COMM_WORLD_SIZE": "4",
-            "OMPI_COMM_WORLD_RANK": "3",
-            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-            "PMIX_RANK": "3",
-            **IN_SLURM,
-        },
+        of(
+            "OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_LOCAL_RANK=1 "
+            "OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_RANK=3",
+            IN_SLURM,
+        ),
         *("mpirun of Open MPI", 2, "mpirun -n 1", "the mpirun of the same installation"),
     ),
     "MPICH or Intel MPI": (
@@ -46,37 +48,18 @@ PLACES = {
         *("srun", None, "srun -n 1", "srun --mpi=cray_shasta for Cray MPICH"),
     ),
     "PALS": (
-        {
-            "PMI_SIZE": "4",
-            "PMI_RANK": "3",
-            "PMI_LOCAL_RANK": "1",
-            "PALS_RANKID": "3",
-            "PALS_LOCAL_RANKID": "1",
-            "PALS_LOCAL_SIZE": "2",
-        },
+        of("PMI_SIZE=4 PMI_RANK=3 PMI_LOCAL_RANK=1 PALS_RANKID=3 PALS_LOCAL_RANKID=1 PALS_LOCAL_SIZE=2"),
         *("mpiexec of PALS", 2, "mpiexec -n 1", "load the module cray-mpich-abi"),
     ),
     "flux run": (
-        {
-            "FLUX_JOB_SIZE": "4",
-            "FLUX_JOB_NNODES": "2",
-            "FLUX_TASK_RANK": "3",
-            "FLUX_TASK_LOCAL_ID": "1",
-            "PMI_SIZE": "4",
-            "PMI_RANK": "3",
-        },
+        of("FLUX_JOB_SIZE=4 FLUX_JOB_NNODES=2 FLUX_TASK_RANK=3 FLUX_TASK_LOCAL_ID=1 PMI_SIZE=4 PMI_RANK=3"),
         *("flux run", None, "flux run -n 1", "flux run -o pmi=pmix"),
     ),
     "jsrun": (
-        {
-            "JSM_NAMESPACE_SIZE": "4",
-            "JSM_NAMESPACE_RANK": "3",
-            "JSM_NAMESPACE_LOCAL_RANK": "1",
-            "JSM_NAMESPACE_LOCAL_SIZE": "2",
-            "OMPI_COMM_WORLD_SIZE": "4",
-            "OMPI_COMM_WORLD_RANK": "3",
-            "PMIX_RANK": "3",
-        },
+        of(
+            "JSM_NAMESPACE_SIZE=4 JSM_NAMESPACE_RANK=3 JSM_NAMESPACE_LOCAL_RANK=1 JSM_NAMESPACE_LOCAL_SIZE=2 "
+            "OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=3 PMIX_RANK=3"
+        ),
         *("jsrun", 2, "jsrun -n 1", "jsrun starts Spectrum MPI"),
     ),
 }

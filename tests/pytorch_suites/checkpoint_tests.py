@@ -20,7 +20,6 @@ import sys
 import unittest
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -40,36 +39,27 @@ def _file(path: str | os.PathLike[str]) -> str:
     return os.path.join(folder, NAME)
 
 
-def _is_folder(path: str | os.PathLike[str]) -> bool:
-    return filesystem.FileSystem.validate_checkpoint_id(path)
+class _Folder:
+    """Called like torch's own: with a folder; options of the files that it gets have no effect."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        super().reset(_file(checkpoint_id) if checkpoint_id else None)  # type: ignore[misc]
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return filesystem.FileSystem.validate_checkpoint_id(checkpoint_id)
 
 
-class Writer(HDF5Writer):
-    """HDF5Writer that is called like FileSystemWriter: options of the files that a folder gets have no effect."""
-
+class Writer(_Folder, HDF5Writer):
     def __init__(self, path: str | os.PathLike[str], *args: Any, **options: Any) -> None:
         super().__init__(_file(path))
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        super().reset(_file(checkpoint_id) if checkpoint_id else None)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return _is_folder(checkpoint_id)
-
-
-class Reader(HDF5Reader):
-    """HDF5Reader that is called like FileSystemReader, which loads any pickle."""
+class Reader(_Folder, HDF5Reader):
+    """It loads any pickle, as FileSystemReader does."""
 
     def __init__(self, path: str | os.PathLike[str], *args: Any, **options: Any) -> None:
         super().__init__(_file(path), allow_pickle=True)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        super().reset(_file(checkpoint_id) if checkpoint_id else None)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return _is_folder(checkpoint_id)
 
 
 class Result(unittest.TextTestResult):
@@ -95,14 +85,9 @@ class Result(unittest.TextTestResult):
 
     def addError(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
         super().addError(test, err)
-        self._note(test, outcome="failed", reason=self._text(err, test))
+        self._note(test, outcome="failed", reason=str(self._exc_info_to_string(err, test))[-6000:])  # type: ignore[attr-defined]
 
-    def addFailure(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
-        super().addFailure(test, err)
-        self._note(test, outcome="failed", reason=self._text(err, test))
-
-    def _text(self, err: tuple[type[BaseException], BaseException, TracebackType], test: unittest.TestCase) -> str:
-        return str(self._exc_info_to_string(err, test))[-6000:]  # type: ignore[attr-defined]
+    addFailure = addError  # noqa: N815
 
 
 def _once(backend: str | None) -> str | None:

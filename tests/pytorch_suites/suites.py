@@ -36,11 +36,11 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-sys.path.insert(1, str(HERE.parent))
+sys.path.insert(1, str(HERE.parent / "helpers"))
 
 import table  # noqa: E402
 from ranks import C10D, DISTRIBUTED, SUITES  # noqa: E402
-from run import OPENMPI  # noqa: E402
+from settings import environ  # noqa: E402
 
 RESULTS = ROOT / "build" / "pytorch-suites"
 GRACE = 15  # seconds that the other ranks have once one rank has failed, and that a job has to end
@@ -70,20 +70,10 @@ class Job:
         with tempfile.TemporaryDirectory(prefix="pytorch-suites-") as folder:
             plan = Path(folder) / "plan.json"
             options = self.options
-            plan.write_text(
-                json.dumps(
-                    {
-                        "suite": self.suite,
-                        "backend": self.backend,
-                        "names": self.names,
-                        "tests_of": self.tests_of,
-                        "folder": folder,
-                        "tests": options.tests or "",
-                        "deadline": options.deadline,
-                        "seconds": min(options.seconds, options.end - time.monotonic()),
-                    }
-                )
-            )
+            told = {"suite": self.suite, "backend": self.backend, "names": self.names, "tests_of": self.tests_of}
+            told |= {"folder": folder, "tests": options.tests or "", "deadline": options.deadline}
+            told["seconds"] = min(options.seconds, options.end - time.monotonic())
+            plan.write_text(json.dumps(told))
             launch = [options.mpirun, "-n", str(self.np)]
             with (Path(folder) / "output").open("wb") as output:
                 process = subprocess.Popen(
@@ -176,7 +166,7 @@ def _notes(folder: Path, rank: int) -> list[dict[str, Any]]:
 
 def _environment() -> dict[str, str]:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, **OPENMPI, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTORCH_PRINT_REPRO_ON_FAILURE": "0"}
+    return {**environ(), "PYTHONPATH": path, "PYTORCH_PRINT_REPRO_ON_FAILURE": "0"}
 
 
 def names_of(suite: str, options: argparse.Namespace) -> list[str]:
@@ -194,14 +184,8 @@ def run_suite(suite: str, backend: str, np: int, about: dict[str, Any], options:
     if path.exists():
         state = json.loads(path.read_text())
     else:
-        state = {
-            **about,
-            "suite": suite,
-            "np": np,
-            "backend": backend,
-            "names": names_of(suite, options),
-            "results": {},
-        }
+        state = {**about, "suite": suite, "np": np, "backend": backend}
+        state |= {"names": names_of(suite, options), "results": {}}
     results = state["results"]
     job = Job(suite, backend, np, [], options)
     while (next_ := _next(state, options.match)) and time.monotonic() < options.end:

@@ -266,11 +266,6 @@ def test_the_merged_trace_has_the_profiles_of_torch(tmp_path: Path, capsys: pyte
     for stamp in stamps:
         assert stamp["pid"] == 1 and call["tid"] != stamp["tid"]
         assert call["ts"] <= stamp["ts"] and stamp["ts"] + stamp["dur"] <= call["ts"] + call["dur"] + 50
-    assert len({event["id"] for event in found if event["ph"] == "s"}) == sum(event["ph"] == "s" for event in found)
-    ours = [event for event in found if str(event.get("tid")).startswith("calls of")]
-    assert len(ours) == 21 and {event["pid"] for event in ours} == {0, 1, 2}
-    names = {event["pid"]: event["args"]["name"] for event in found if event["name"] == "process_name"}
-    assert names == {0: "rank 0 on n0", 1: f"rank 1 on {socket.gethostname()}", 2: "rank 2 on n1"}
 
 
 PROGRAM = """
