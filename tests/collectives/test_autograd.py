@@ -52,8 +52,12 @@ def _loss(result: Tensor | None, rank: int) -> Tensor:
     return (result**3 * weight).sum()
 
 
+@pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("route", ROUTES)
-def test_gather_concat_and_split(world: hd.World, route: str) -> None:
+def test_gather_concat_and_split(world: hd.World, route: str, planned: bool) -> None:
+    def run(verb: Callable[..., Any], x: Tensor | None, *rest: Any) -> Any:
+        return hd.plan(verb, x, *rest, route=route)(x) if planned else verb(x, *rest, route=route)
+
     findings, size = Findings(world.comm), world.world_size
     for turn, case in enumerate(CASES if route != "hdf5" else CASES[1:2]):
         extents, root = extents_of(case, size), turn % size
@@ -63,18 +67,18 @@ def test_gather_concat_and_split(world: hd.World, route: str) -> None:
             calls: dict[str, tuple[list[Tensor], Any, Any]] = {
                 "concat": (
                     shards,
-                    lambda x, dim=dim: hd.concat(x, dim, route=route),
+                    lambda x, dim=dim: run(hd.concat, x, dim),
                     lambda all_, d=dim: [torch.cat(all_, d)] * size,
                 ),
                 "gather": (
                     shards,
-                    lambda x, dim=dim, root=root: hd.gather(x, dim, root, route=route),
+                    lambda x, dim=dim, root=root: run(hd.gather, x, dim, root),
                     lambda all_, d=dim, r=root: [torch.cat(all_, d) if i == r else None for i in range(size)],
                 ),
                 "split": (
                     [whole] * size,
-                    lambda x, dim=dim, root=root, extents=extents: hd.split(
-                        x if world.rank == root else None, dim, root, extents, route=route
+                    lambda x, dim=dim, root=root, extents=extents: run(
+                        hd.split, x if world.rank == root else None, dim, root, extents
                     ),
                     lambda all_, d=dim, r=root, extents=extents: [part(all_[r], d, extents, i) for i in range(size)],
                 ),

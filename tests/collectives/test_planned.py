@@ -34,7 +34,6 @@ class Planned:
             "split": (dim, self.root, extents if rank == self.root else None),
             "redistribute": (hd.Split(dim, extents), hd.Split(dim, extents[::-1])),
         }
-        self.call: Any = lambda x: getattr(hd, verb)(x, *rest[verb], **options)  # the same without a plan
         self.plan: Any = hd.plan(getattr(hd, verb), x, *rest[verb], **options)
 
     def x(self, whole: Tensor) -> Any:
@@ -235,37 +234,6 @@ def test_ranks_that_call_something_else(world: hd.World, columns: int) -> None:
         error = raises_on_all_ranks(world.comm, hd.RankError, wrong if last else lambda: one(x))
         findings.check(text in str(error), f"{text} in {error}")
         findings.same(one(x), torch.ones(2 * world.world_size, columns), "the next call")
-    findings.settle()
-
-
-@pytest.mark.parametrize("route", ["mpi", "gloo"])
-@pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize("verb", VERBS)
-def test_gradients(world: hd.World, verb: str, columns: int, route: str) -> None:
-    """As through the verb; without a gradient within no_grad(); out is refused."""
-    findings, size = Findings(world.comm), world.world_size
-    whole = torch.randn(2 * size, columns, generator=torch.Generator().manual_seed(0))
-    planned = Planned(verb, whole.clone().requires_grad_(), 0, (2,) * size, world.rank, route=route)
-    for _ in range(2):
-        found = []
-        for call in (planned.plan, planned.call):
-            x = planned.x(whole)
-            x = None if x is None else x.clone().requires_grad_()
-            got = call(x)
-            findings.check(got.requires_grad, "no gradient")
-            (got * (1 + world.rank)).square().sum().backward()
-            found.append((x, got))
-        (x, got), (other, expected) = found
-        findings.same(got.detach(), expected.detach(), "result")
-        if x is not None:
-            findings.same(x.grad, other.grad, "gradient")
-        with torch.no_grad():
-            text = planned.problem(planned.plan(x), whole)
-        findings.check(text is None, text)
-    expected = planned.expected(whole)
-    out = None if expected is None else torch.empty_like(expected)
-    error = raises_on_all_ranks(world.comm, hd.RankError, lambda: planned.plan(x, out))
-    findings.check("a gradient is needed" in str(error), error)
     findings.settle()
 
 

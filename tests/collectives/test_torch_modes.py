@@ -125,32 +125,6 @@ def test_verbs_do_not_depend_on_the_default_device_and_dtype(world: hd.World, ro
     findings.settle()
 
 
-@pytest.mark.mpi
-def test_staging_and_commands_do_not_depend_on_the_default_device(world: hd.World, folder: Path) -> None:
-    findings, rank, size = Findings(world.comm), world.rank, world.world_size
-    x, whole, path = _host(3, 4, start=12 * rank), _host(3 * size, 4), folder / "x.h5"
-    with _Elsewhere():
-        for options in ({}, {"window": 64}):
-            hd.staging.save(path, {"x": x, "half": x.bfloat16()}, 0, **options)
-            findings.same(hd.staging.load(path, "x"), x, f"load {options}")
-            findings.same(hd.staging.load(path, "half", dim=None, verify=True), whole.bfloat16(), f"whole {options}")
-            columns = hd.staging.load(path, "x", dim=1, window=64, counts=[4] + [0] * (size - 1))
-            findings.same(columns, whole[:, : 0 if rank else 4], f"columns {options}")
-        with hd.staging.open(path, "w", {"x": (tuple(whole.shape), torch.float32)}) as file:
-            file.write("x", x.t().contiguous().t(), (3 * rank, 0))
-        with hd.staging.open(path) as opened:
-            findings.same(opened.read("x"), whole, "open")
-        for suffix in (".npy", ".safetensors", ".h5"):
-            _run(world, findings, "gather", "--window", "1024", "-o", folder / f"y{suffix}", path)
-            findings.same(load(str(folder / f"y{suffix}")), whole, suffix)
-    findings.settle()
-
-
-def _run(world: hd.World, findings: Findings, verb: str, *words: object) -> None:
-    told = arrays.parser(verb).parse_args(["--verify", *map(str, words)])
-    findings.check(not arrays.join_main(world, told), words)
-
-
 # --- tracers and transforms, which see the operations of torch alone -------------------------------------------------
 
 
@@ -373,11 +347,16 @@ def test_commands_on_dtypes_that_torch_cannot_copy(world: hd.World, folder: Path
     findings, x = Findings(world.comm), whole_of((6, 5), dtype)
     hd.staging.save(folder / "a.h5", x, dim=None)
     hd.staging.save(folder / "b.h5", x, dim=None)
+
+    def run(verb: str, *words: object) -> None:
+        told = ["--verify", "--dim", str(dim), *map(str, words), str(folder / "[ab].h5")]
+        findings.check(not arrays.join_main(world, arrays.parser(verb).parse_args(told)), told)
+
     for dim in (0, 1):
         for name in ("y.h5", "y-{rank}.h5"):
-            _run(world, findings, "concat", "--dim", dim, "-o", folder / name, folder / "[ab].h5")
+            run("concat", "-o", folder / name)
             got = load(str(folder / name).format(rank=world.rank))
             findings.same(got, torch.cat([copyable(x)] * 2, dim).view(dtype), f"{dim} {name}")
         for verb, route in (("gather", "gloo"), ("concat", "mpi")):
-            _run(world, findings, verb, "--dim", dim, "--route", route, folder / "[ab].h5")
+            run(verb, "--route", route)
     findings.settle()

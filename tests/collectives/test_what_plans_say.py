@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from collective import Findings, assert_on_all_ranks, change_settings, raises_on_all_ranks
+from collective import Findings, assert_on_all_ranks, change_settings
 
 import hpcdist as hd
 from hpcdist.collectives.kept import BEHIND_HEADERS
@@ -196,27 +196,6 @@ def test_through_pinned_buffers(world: hd.World, monkeypatch: pytest.MonkeyPatch
         assert method.name == f"pinned host buffers, {name}"
         assert "cannot access the GPU memory" in method.reason
     assert route.name == "mpi"
-
-
-def test_wrong_arguments(world: hd.World) -> None:
-    """Refused on all ranks as by the verb, and the next call is right."""
-    x, last = torch.zeros(4, 3), world.world_size - 1
-
-    def on_last(wrong: Any, right: Any) -> Any:
-        return wrong if world.rank == last else right
-
-    for verb, args, options in [
-        (hd.concat, (x, on_last(2, 1)), {}),
-        (hd.concat, (x,), {"route": on_last("tcp", "auto")}),
-        (hd.split, (x if world.rank == 0 else None, 0, on_last(77, 0)), {}),
-        (hd.redistribute, (x, hd.Split(0, [3] * world.world_size), hd.Split(1)), {}),
-    ]:
-        said = raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.plan(verb, *args, **options))  # noqa: B023
-        done = raises_on_all_ranks(world.comm, hd.RankError, lambda: verb(*args, **options))  # noqa: B023
-        assert_on_all_ranks(world.comm, said.problems == done.problems, (said, done))
-        assert_on_all_ranks(world.comm, f"plan of {verb.__name__}" in str(said), said)
-    expected = world.world_size * x.numel()
-    assert_on_all_ranks(world.comm, hd.concat(x).numel() == expected)
 
 
 def test_wrong_on_this_rank_alone(world: hd.World) -> None:

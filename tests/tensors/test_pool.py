@@ -156,30 +156,6 @@ def test_a_block_that_is_not_what_it_was(own: pool.Pool, change: Callable[[Tenso
     assert _new(4 * MIB).fill_(6).eq(6).all() and own.reused == 0
 
 
-def _read(x: Tensor, answers: Any, go_on: Any) -> None:
-    go_on.wait(60)
-    answers.put(int(x.sum()))
-    x.fill_(2)
-
-
-@pytest.mark.once
-def test_memory_that_another_process_reads(own: pool.Pool) -> None:
-    """Shared in place, and read after it died here and its block's class was allocated again."""
-    context = torch.multiprocessing.get_context("spawn")
-    answers, go_on = context.Queue(), context.Event()
-    x = _new().fill_(1)
-    x.share_memory_()
-    child = context.Process(target=_read, args=(x, answers, go_on))
-    child.start()
-    mine = x[:1]
-    del x
-    others = [_new().fill_(9) for _ in range(3)]
-    go_on.set()
-    assert answers.get(timeout=60) == MIB
-    child.join(60)
-    assert child.exitcode == 0 and mine.item() == 2 and all(other.eq(9).all() for other in others)
-
-
 @pytest.mark.once
 def test_a_forked_child(own: pool.Pool) -> None:
     """Neither process disturbs the memory of the other; in the child the pool is empty."""
@@ -522,25 +498,6 @@ def test_results_of_repeated_calls(world: hd.World, folder: Path, held: int) -> 
                 right = result is None if expected is None else result is not None and torch.equal(result, expected)
                 findings.check(right, f"{name}: result {j} after call {i}")
     findings.check(hd.memory.memory_stats()["num_reuses"] > before, hd.memory.memory_stats())  # type: ignore[operator]
-    findings.settle()
-
-
-@pytest.mark.mpi
-def test_gradients_while_results_are_held(world: hd.World) -> None:
-    findings, rank, size, n = Findings(world.comm), world.rank, world.world_size, MIB // 2
-    hd.memory.empty_cache()
-    for i in range(4):
-        x, weight = torch.full((n,), float(rank + i), requires_grad=True), float(i + 1)
-        y, z = hd.concat(x), hd.redistribute(x, hd.Split(0), hd.Split(0, [n * size] + [0] * (size - 1)))
-        on_root = hd.gather(x)  # elsewhere only for the backward pass
-        mine = hd.split(None if rank else on_root, counts=[n] * size)
-        (weight * y * y).sum().backward(retain_graph=True)
-        want = 2 * weight * size * (rank + i)
-        findings.check(x.grad is not None and x.grad.eq(want).all(), f"{i}: concat")
-        findings.check(y.view(size, n)[:, 0].tolist() == [float(r + i) for r in range(size)], f"{i}: result")
-        (3 * z).sum().backward()
-        findings.check(x.grad is not None and x.grad.eq(want + 3).all(), f"{i}: redistribute")
-        findings.check(mine.eq(float(rank + i)).all(), f"{i}: split of gather")
     findings.settle()
 
 
