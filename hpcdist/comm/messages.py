@@ -31,7 +31,7 @@ def memory(message: Tensor) -> Any:
     return MPI.buffer.fromaddress(message.data_ptr(), message.nbytes)
 
 
-def pieces(memory: Any) -> list[list[Any]]:
-    """Cut an mpi4py buffer into what one message may hold; an empty one is one piece."""
-    ranges = layout.pieces(len(memory), limits.PIECE) or [(0, 0)]
+def pieces(memory: Any, most: int | None = None) -> list[list[Any]]:
+    """Cut an mpi4py buffer into what one message may hold, or into `most` bytes each; an empty one is one piece."""
+    ranges = layout.pieces(len(memory), most or limits.PIECE) or [(0, 0)]
     return [[memory[start : start + length], MPI.BYTE] for start, length in ranges]

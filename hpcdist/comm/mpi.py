@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 from torch import Tensor
 
-from hpcdist import layout
 from hpcdist.comm import tuning, window
-from hpcdist.comm.messages import memory, start
+from hpcdist.comm.messages import memory, pieces, start
 from hpcdist.comm.route import Alltoall, Ints, Message, Method, Route, cut
 from hpcdist.comm.tuning import Rule
 from hpcdist.layout import limits
@@ -77,8 +76,11 @@ class Mpi(Route):
 
     def allgather(self, team: Team, send: Tensor, blocks: Sequence[Tensor]) -> bool:
         counts = [block.numel() for block in blocks]
-        chosen = self.rule(team, "allgatherv", sum(counts), max(counts)).algorithm
-        return chosen == "window" and window.in_rounds(team, send, blocks)
+        rule = self.rule(team, "allgatherv", sum(counts), max(counts))
+        if rule.algorithm == "ring":
+            _pass_around(team, rule.segment, send, blocks)
+            return True
+        return rule.algorithm == "window" and window.in_rounds(team, send, blocks)
 
     def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
         self._run("allgatherv", team, sum(counts), max(counts), send, recv, counts, displs)
@@ -112,24 +114,29 @@ def _allgatherv(route: Mpi, team: Team, _: int, send: Tensor, recv: Tensor, coun
 
 
 def _ring(route: Mpi, team: Team, segment: int, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
+    _pass_around(team, segment, as_bytes(send), cut(recv, counts, displs))
+
+
+def _pass_around(team: Team, segment: int, send: Tensor, blocks: Sequence[Tensor]) -> None:
     """Send pieces around a ring, each as soon as it is there: a skewed call takes the time of its total.
+
+    The ring passes through the ranks of a node one after the other, so that a byte comes to a node once, or twice.
 
     Träff and others, "A Pipelined Algorithm for Large, Irregular All-gather Problems" (2010).
     """
-    rank, size, comm, blocks = team.rank, team.size, team.comm, cut(recv, counts, displs)
+    rank, size, comm = team.rank, team.size, team.comm
     if send.data_ptr() != blocks[rank].data_ptr():
-        blocks[rank].copy_(as_bytes(send))
-    messages, limit = memory(recv), min(segment or limits.PIECE, limits.PIECE)
+        blocks[rank].copy_(send)
+    limit = min(segment or limits.PIECE, limits.PIECE)
 
     def pieces_of(owner: int) -> list[list[Any]]:
-        start = displs[owner]
-        cuts = layout.pieces(counts[owner], limit)
-        return [[messages[start + at : start + at + length], MPI.BYTE] for at, length in cuts]
+        return pieces(memory(blocks[owner]), limit) if blocks[owner].numel() else []
 
-    left, right = (rank - 1) % size, (rank + 1) % size
-    arriving = [
-        (owner % size, piece) for owner in range(rank - 1, rank - size, -1) for piece in pieces_of(owner % size)
-    ]
+    ring = sorted(range(size), key=team.node_of.__getitem__)
+    at = ring.index(rank) + 1
+    ring = ring[at:] + ring[:at]  # ends with this rank
+    left, right = ring[-2:][0], ring[0]
+    arriving = [(owner, piece) for owner in ring[-2::-1] for piece in pieces_of(owner)]
     requests = [comm.Irecv(piece, left) for _, piece in arriving]
     sent = [comm.Isend(piece, right) for piece in pieces_of(rank) if right != rank]
     for request, (owner, piece) in zip(requests, arriving, strict=True):

@@ -166,11 +166,14 @@ def default(place: Place, size: int, operation: str) -> list[Rule]:
     if operation == "scatterv" and not mpich:
         found += [Rule(2**24, 0, "sends")]
     if operation == "allgatherv":
-        if place.nodes > 1 < place.ranks_per_node:
-            # 2 hosts x 2 ranks break even at 4 MiB where the wire is as fast as memory, and below 256 KiB at 1 Gbit/s.
+        if place.nodes == 2 < size:
+            # 2 hosts x 2 ranks, 64 MiB: 340 ms, a ring 476 at 1 Gbit/s; 51 and 79 where the wire is as fast as memory.
+            # They break even at 2 MiB there, and below 1 MiB at 1 Gbit/s.
             found += [Rule(2**20, 0, "window")]
-        elif place.nodes > 1:  # 4 hosts at 1 Gbit/s, 16 MiB: 112 ms, not 163; skewed 183, not 305 (sends: 418)
-            found += [Rule(10**6, 0, "ring", 2**18)]
+        elif place.nodes > 1:
+            # 4 hosts x 2 ranks at 1 Gbit/s: 64 MiB 510 ms, windows 657; skewed, 16 MiB: 137 ms, windows 310, since the
+            # wire of one host has its data for all others. The many steps of a large ring need data for each.
+            found += [Rule(10**6, 2.5, "ring", 2**18), Rule(max(10**6, size * 2**17), 0, "ring", 2**18)]
         elif mpich:  # its own ring has pieces of 32 KiB, and takes 1.4 to 4 times as long
             found += [Rule(10**6, 0, "ring", 2**20), Rule(10**6, 2.5, "sends"), Rule(4 * 10**6, 0, "ring", 2**20)]
             found += [Rule(64 * 10**6, 0, "ring", 2**22)]

@@ -43,6 +43,7 @@ _LIKE = {
     "gather": "gather",
     "split": "split",
 }
+_SUFFIXES = (".json", ".html", ".png")  # of the files
 _ROUNDS = 30  # samples of each way, at most
 _MOST = 8  # cases of a trace: those that take most time
 _KINDS = {"hpcdist": "hpcdist", "mpi4py": "mpi4py by hand", "torch": "torch idioms"}  # first words of the contenders
@@ -58,6 +59,7 @@ def main(world: World, args: argparse.Namespace) -> int:
     Returns:
         The exit status.
     """
+    args.output = args.output or ("change" if args.files else "compare")
     if args.files and (len(args.files) != 2 or args.shapes or args.like):
         raise InputError("HD505", "expected two files, without --shapes and --like, or none")
     comm, record = world.comm, dict[str, Any]()
@@ -72,10 +74,11 @@ def main(world: World, args: argparse.Namespace) -> int:
 
 def _asked(args: argparse.Namespace, size: int) -> list[str]:
     """Return the lines of the cases, which parse() takes."""
-    check_target(args.output, 0)
+    for name in (args.output, *(Path(args.output).with_suffix(suffix) for suffix in _SUFFIXES)):
+        check_target(name, 0)
     if args.like:
         return _traced(Path(args.like), size)
-    lines = _SHAPES
+    lines = [" ".join(line.split()[: 2 + size]) for line in _SHAPES]
     if args.shapes:
         with file_errors(args.shapes):
             lines = [line.partition("#")[0].strip() for line in Path(args.shapes).read_text().splitlines()]
@@ -135,10 +138,15 @@ def _traced(folder: Path, size: int) -> list[str]:
 def _measured(world: World, args: argparse.Namespace, lines: list[str]) -> dict[str, Any]:
     """Time all contenders in all cases. Collective."""
     group = dist.new_group(backend=accelerator.LIBRARY if world.settings.own_gpus else "gloo")
-    cases = []
+    cases, made = [], list[Case]()
     for line in progress(lines, world, "compare"):
         verb, dtype, shapes = parse(line, world.world_size)
-        case = Case(world.comm, verb, DTYPES[dtype], shapes, world.device, group)
+
+        def make() -> None:
+            made.append(Case(world.comm, verb, DTYPES[dtype], shapes, world.device, group))  # noqa: B023
+
+        objects.run_on_all(world.comm, line, make)  # there may be too little memory
+        case = made.pop()
         timings = measure(CONTENDERS, case, _ROUNDS, args.seconds / len(lines))
         cases.append({"case": line, "nbytes": sum(case.nbytes), "timings": [asdict(timing) for timing in timings]})
         del case  # frees its memory before the next one is made
@@ -152,10 +160,11 @@ def _machine(world: World) -> str:
 
 
 def _results(record: dict[str, Any]) -> dict[str, list[Timing]]:
-    return {
+    found = {
         f"{of['case']}: {show_bytes(of['nbytes'])}": [Timing(**timing) for timing in of["timings"]]
         for of in record["cases"]
     }
+    return {case: timings for case, timings in found.items() if _best(timings)["hpcdist"]}
 
 
 def _best(timings: list[Timing]) -> dict[str, Timing]:
@@ -202,7 +211,11 @@ def _alone(record: dict[str, Any]) -> Report:
 
 def _against(names: list[str]) -> Report:
     """Return the report of two files: how the second differs from the first."""
-    old, new = (_results(read_json(name, FORMAT)) for name in names)
+    results = []
+    for name in names:
+        with file_errors(name):
+            results.append(_results(read_json(name, FORMAT)))
+    old, new = results
     first, second = (Path(name).stem for name in names) if Path(names[0]).stem != Path(names[1]).stem else names
     tables, groups, verdicts, shares = list[Table](), list[Group](), list[str](), list[float]()
     for case in filter(new.__contains__, old):
@@ -259,7 +272,7 @@ def _png(path: Path, title: str, groups: list[Group]) -> str:
 
 def _reported(args: argparse.Namespace, record: dict[str, Any]) -> str:
     """Write the files, and return the report for a terminal."""
-    target = Path(args.output)
+    target = Path(args.output).with_suffix(".json")
     lines, tables, groups = _against(args.files) if args.files else _alone(record)
     picture = render(Path(__file__).with_name("bars.html.j2"), groups=groups)
     written = [str(target.with_suffix(".html"))]
@@ -292,8 +305,8 @@ def parser() -> Parser:
         help=f"traces of a run with HPCDIST_TRACE=DIR: the {_MOST} kinds of calls that took most time, along dim 0",
     )  # fmt: skip
     p.add_argument(
-        "-o", "--output", type=path, default="compare.json", metavar="FILE",
-        help="JSON file to write; .html and, with matplotlib, .png are beside it (default compare.json)",
+        "-o", "--output", type=path, metavar="NAME",
+        help="files to write: NAME.json, NAME.html and, with matplotlib, NAME.png (default compare, or change)",
     )  # fmt: skip
     p.add_argument("--seconds", type=int, default=60, help="target duration (default 60)")
     return p

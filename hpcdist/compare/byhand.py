@@ -28,20 +28,9 @@ if TYPE_CHECKING:
 
 VERBS: dict[str, Callable[..., Any]]
 VERBS = {"concat": concat, "gather": gather, "split": split, "redistribute": redistribute}
-# Those that gloo carries.
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int8,
-        torch.uint8,
-    )
-}
+# Those that gloo carries
+_NAMES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES}
 _MPI = {"concat": "Allgatherv", "gather": "Gatherv", "split": "Scatterv", "redistribute": "Alltoallv"}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Copies = list[tuple[Tensor, Tensor]]  # (to, of)

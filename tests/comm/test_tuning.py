@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from collective import Findings
+from collective import Findings, change_settings
 from launch import mpirun
 from mpi4py import MPI
 
@@ -159,18 +159,25 @@ def test_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("algorithm", ["mpi", "sends", "ring"])
-def test_a_forced_algorithm_is_taken_and_right(world: hd.World, algorithm: str) -> None:
+@pytest.mark.parametrize("algorithm", tuning.ALGORITHMS["allgatherv"])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_forced_algorithm_is_taken_and_right(
+    world: hd.World, algorithm: str, nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one node, and on two pretended ones that have every second rank."""
     findings, size = Findings(world.comm), world.world_size
+    change_settings(monkeypatch, world, node_of=tuple(rank % nodes for rank in range(size)))
     counts = [1000 * rank for rank in range(size)] if size > 1 else [1000]
     whole = torch.arange(sum(counts) * 3).view(-1, 3)
     start = sum(counts[: world.rank])
     mine = whole[start : start + counts[world.rank]]
-    with tuning.forced(team_of(), "allgatherv", algorithm, 1000):
-        said = hd.plan(hd.concat, mine)
+    group = world.comm.Dup()
+    with tuning.forced(team_of(group), "allgatherv", algorithm, 1000):
+        said = hd.plan(hd.concat, mine, group=group)
         findings.check(said.methods == (tuning.ALGORITHMS["allgatherv"][algorithm],), said)
-        findings.same(hd.concat(mine), whole, algorithm)
-        findings.same(hd.concat(mine.t(), 1), whole.t().contiguous(), f"{algorithm}, dim 1")
+        findings.same(hd.concat(mine, group=group), whole, algorithm)
+        findings.same(hd.concat(mine.t(), 1, group=group), whole.t().contiguous(), f"{algorithm}, dim 1")
+    group.Free()
     findings.settle()
 
 

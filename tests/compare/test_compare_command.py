@@ -44,12 +44,16 @@ PROGRAM = """
             hd.redistribute(torch.ones(4, 4), hd.Split(0), hd.Split(1))
             dist.all_gather([torch.ones(3, dtype=torch.uint8) for _ in range(2)], torch.ones(3, dtype=torch.uint8))
 """
+_CASE = '{"format": "hpcdist compare 1", "cases": [{"case": "concat int64 3", "nbytes": 24, "timings": [%s]}]}'
 FILES = {
     "shapes.txt": SHAPES,
     "bad.txt": "concat float32 3\nscan float32 3\n",
     "none.txt": "# nothing\n",
     "other.json": '{"format": "hpcdist tune 1"}',
     "empty.json": '{"format": "hpcdist compare 1", "cases": []}',
+    "damaged.json": _CASE % '{"smples": []}',
+    "alone.json": _CASE % "",
+    "large.txt": "concat int64 999999999999",
 }
 BAD: dict[str, tuple[list[Any], str]] = {
     "one file": (["a.json"], r"expected two files.* \[HD505\]"),
@@ -61,6 +65,9 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "no case": (["--shapes", "none.txt"], r"none.txt: has no case \[HD505\]"),
     "no shapes": (["--shapes", "missing.txt"], r"missing.txt: no such file \[HD401\]"),
     "no trace": (["--like", "missing"], r"missing: no call was traced.* \[HD401\]"),
+    "damaged": (["damaged.json", "damaged.json"], r"damaged.json: cannot be read: .* \[HD402\]"),
+    "without ours": (["alone.json", "alone.json"], r"alone.json: cannot be read: 'hpcdist' \[HD402\]"),
+    "too large": (["--shapes", "large.txt"], r"allocate memory.* \[HD\d+\]"),
     "no folder": (["-o", "missing/a.json"], r"missing.* \[HD4\d\d\]"),
 }
 LIKE = [COMPARE, "--like", "traces", "--seconds", 0]
@@ -80,7 +87,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def jobs(folder: Path) -> dict[str, Job]:
     """How the commands ended, on two ranks."""
     lines = {
-        "run": [COMPARE, "--shapes", "shapes.txt", "-o", "old.json", "--seconds", 0],
+        "run": [COMPARE, "--shapes", "shapes.txt", "-o", "old.html", "--seconds", 0],
         "like": LIKE,
         **{name: [COMPARE, *words] for name, (words, _) in BAD.items()},
     }
@@ -115,13 +122,13 @@ def test_a_run_and_two_files(folder: Path, jobs: dict[str, Job]) -> None:
             timing["samples"] = [sample and sample / 1000 for sample in timing["samples"]]
     record["cases"].pop()
     (folder / "new.json").write_text(before := json.dumps(record))
-    two, other = commands(1, [COMPARE, "old.json", "new.json", "-o", "both.json"], LIKE, cwd=folder)
+    two, other = commands(1, [COMPARE, "old.json", "new.json"], LIKE, cwd=folder)
     assert (two.status, two.err) == (0, ""), two
     assert two.out.startswith("new against old: 3 cases\nhpcdist takes 0.00 to 1.00 times its time in old.")
     faster = len(re.findall(r" 0.001 +faster$", two.out, re.MULTILINE))
     assert faster == sum(t["skipped"] is None for case in record["cases"][:2] for t in case["timings"]) > 12
-    assert " and 0 slower\n" in two.out and not (folder / "both.json").exists()
-    assert (folder / "both.html").exists() and (folder / "new.json").read_text() == before
+    assert " and 0 slower\n" in two.out and not (folder / "change.json").exists()
+    assert (folder / "change.html").exists() and (folder / "new.json").read_text() == before
     assert other.status == 2 and "traces: is of 2 ranks; compare on as many [HD505]" in other.err
 
 
