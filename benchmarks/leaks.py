@@ -362,7 +362,7 @@ def main() -> None:
         shared_folder(world.comm, Path(tempfile.gettempdir()), "leaks") as folder,
     ):
         if world.rank == 0:
-            print("", "kind", "calls", *State._fields, "flat", "", sep=" | ")
+            print("", "kind", "calls", *map(", ".join, zip(State._fields, UNITS, strict=True)), "flat", "", sep=" | ")
             print("|---" * (len(State._fields) + 3) + "|")
         for name, kind in KINDS.items():
             if world.world_size < kind.least or not any(word in name for word in asked.only.split(",")):

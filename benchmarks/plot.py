@@ -208,7 +208,7 @@ def backend(records: Sequence[Record], mpi: str) -> Picture | None:
     for record in runs:
         cells = report.gloo_heat(records, mpi, record.world_size)
         short = {
-            what: what.replace("_single", "").replace(", Shard(0) to Shard(1)", "").replace("illion", "")
+            what: what.replace("_single", "").replace(", Shard(0) to Shard(1)", "").replace(" million", " M")
             for what, _ in cells
         }
         sizes = sorted({size for _, size in cells if not isinstance(size, str)})
