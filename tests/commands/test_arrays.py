@@ -1,24 +1,21 @@
 """gather, concat and split as a user starts them: what they print, write and refuse, on any number of ranks, in windows
 far smaller than the data."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import re
 import shutil
 import sysconfig
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
 import pytest
 import torch
-from launch import Job, commands, mpirun
+import torch.distributed.checkpoint as dcp
+from launch import commands, mpirun
 from safetensors.torch import load_file, save_file
 
 import hpcdist as hd
@@ -31,13 +28,13 @@ WHOLE = np.arange(3000 * 7, dtype=np.int32).reshape(3000, 7)
 SUFFIXES = (".npy", ".npz", ".pt", ".safetensors", ".h5")
 
 
-def jobs(np_: int, cwd: Path, *lines: str | Sequence[object], env: dict[str, str] | None = None) -> list[Job]:
+def jobs(np_, cwd, *lines, env=None):
     """Commands, one after the other in one job: ``gather x.npy -o y.h5``."""
     split = [line.split(" ") if isinstance(line, str) else line for line in lines]
     return commands(np_, *(("hpcdist", what, *args) for what, *args in split), cwd=cwd, env=env)
 
 
-def reports(np_: int, cwd: Path, *lines: str) -> list[dict[str, Any]]:
+def reports(np_, cwd, *lines):
     """What commands report that end well, with a result that is verified."""
     done = jobs(np_, cwd, *(f"{line} --json --verify" for line in lines))
     assert [job.err for job in done if job.status] == []
@@ -46,7 +43,7 @@ def reports(np_: int, cwd: Path, *lines: str) -> list[dict[str, Any]]:
     return found
 
 
-def write(path: Path, x: np.ndarray) -> None:
+def write(path, x):
     """An array in a file of any kind, by the libraries of others."""
     if path.suffix == ".npy":
         np.save(path, x)
@@ -61,7 +58,7 @@ def write(path: Path, x: np.ndarray) -> None:
             file.create_dataset("deep/x", data=x, chunks=(min(100, len(x)), 1), compression="gzip")
 
 
-def read(path: Path) -> np.ndarray:
+def read(path):
     if path.suffix == ".npy":
         return np.asarray(np.load(path))
     if path.suffix == ".safetensors":
@@ -72,7 +69,7 @@ def read(path: Path) -> np.ndarray:
 
 @pytest.mark.once
 @pytest.mark.parametrize("np_", [0, 3])
-def test_default_input_is_the_standard_library(np_: int) -> None:
+def test_default_input_is_the_standard_library(np_):
     """The hash is that of the files read here, one after the other. What a command prints, rank 0 alone does."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = sorted(p for p in root.rglob("*.py") if "site-packages" not in p.parts)
@@ -90,7 +87,7 @@ def test_default_input_is_the_standard_library(np_: int) -> None:
 
 @pytest.mark.once
 @pytest.mark.parametrize("np_", [0, 6])
-def test_files_of_any_kind_to_a_file_of_any_kind(np_: int, tmp_path: Path) -> None:
+def test_files_of_any_kind_to_a_file_of_any_kind(np_, tmp_path):
     """Ragged shards, of which the second one is empty, along either dim."""
     for dim, cuts in enumerate(([900, 900, 1500, 2900], [1, 1, 4, 6])):
         for i, (part, suffix) in enumerate(zip(np.split(WHOLE, cuts, dim), SUFFIXES, strict=True)):
@@ -104,7 +101,7 @@ def test_files_of_any_kind_to_a_file_of_any_kind(np_: int, tmp_path: Path) -> No
     assert len(list(tmp_path.iterdir())) == 2 * 5 + len(outs)
 
 
-def test_over_every_route_to_one_rank_or_all(tmp_path: Path) -> None:
+def test_over_every_route_to_one_rank_or_all(tmp_path):
     """One route, or with --compare all of them on the same data."""
     whole = torch.arange(60.0).view(3, 10, 2)
     for i, part in enumerate(whole.split([4, 0, 1, 5], dim=1)):
@@ -130,7 +127,7 @@ def test_over_every_route_to_one_rank_or_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.once
-def test_names_that_no_terminal_can_print(tmp_path: Path) -> None:
+def test_names_that_no_terminal_can_print(tmp_path):
     """Bytes that are no UTF-8, letters that ASCII lacks, a newline: read, written and printed, in one line each."""
     np.save(tmp_path / os.fsdecode(b"a\xff.npy"), np.arange(4))
     np.save(tmp_path / "b\né.npy", np.arange(4, 6))
@@ -226,7 +223,7 @@ if not torch.cuda.is_available():
     MISTAKES |= {f"{GOOD}--route nccl{out}": refused for out in ("", " --root 1", " -o y.h5")}
 
 
-def test_bad_input_is_one_clear_line_and_status_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_is_one_clear_line_and_status_2(tmp_path, monkeypatch):
     """Each mistake in turn, in one job; nothing is written."""
     monkeypatch.chdir(tmp_path)
     new = {"scalar": np.float32(1), "float32": np.float32(WHOLE[:6]), "wide": WHOLE[:6, :4], "flat": WHOLE[0, :3]}
@@ -267,7 +264,7 @@ def test_bad_input_is_one_clear_line_and_status_2(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.once
-def test_split_and_concat(tmp_path: Path) -> None:
+def test_split_and_concat(tmp_path):
     """Parts and copies of every kind; bf16 through every format that has it."""
     for kind in (".npy", ".pt", ".npz"):
         write(tmp_path / f"x{kind}", WHOLE)
@@ -318,8 +315,8 @@ RESUMED = """
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(("output", "change"), [("y.h5", 0), ("y.npy", 0), ("y.npy", 1)])
-def test_resume_on_another_number_of_ranks(output: str, change: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("output", "change"), [("y.h5", 0), ("y.npy", 1)])
+def test_resume_on_another_number_of_ranks(output, change, tmp_path):
     """A gather dies half way; the next one writes only the rest, and all of it where the input has changed."""
     whole = np.tile(WHOLE, (8, 1))
     np.save(tmp_path / "x.npy", whole)
@@ -335,7 +332,7 @@ def test_resume_on_another_number_of_ranks(output: str, change: int, tmp_path: P
 
 
 @pytest.mark.once
-def test_what_the_parser_refuses_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_parser_refuses_is_one_line(capsys):
     """Of every command: names that are empty, sizes that there are not."""
     of_all = {
         "-o ": "-o/--output: expected a name, got an empty one",
@@ -363,7 +360,7 @@ def test_what_the_parser_refuses_is_one_line(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.once
-def test_a_damaged_piece_is_named(tmp_path: Path) -> None:
+def test_a_damaged_piece_is_named(tmp_path):
     """Whatever is read of it, along any dim, and nothing is written. A file that is not complete is refused."""
     good, bad, part = (tmp_path / name for name in ("good.h5", "bad.h5", "part.h5"))
     with hd.init(device="cpu"):
@@ -399,7 +396,7 @@ def test_a_damaged_piece_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.once
-def test_verify_reads_in_another_way(tmp_path: Path) -> None:
+def test_verify_reads_in_another_way(tmp_path):
     """What our own reading gets wrong is found, though it is wrong in the same way a second time, and so is what is not
     written as it was read: of every format, streamed and in memory, by all three commands."""
     for suffix in SUFFIXES[:4]:
@@ -447,40 +444,53 @@ def test_verify_reads_in_another_way(tmp_path: Path) -> None:
     assert job.out.count("NOT EQUAL to the inputs") == len(wrong)
 
 
+MEMORY = """
+    import json, re, torch, hpcdist as hd
+    from hpcdist.commands import arrays, conversion
+
+    def at(path, pattern):
+        return int(re.search(pattern + r":\\s+(\\d+)", open(path).read())[1])
+
+    def run(main, parser, line):
+        main(world, parser.parse_args(line.split()))
+
+    with hd.init(device="cpu") as world:
+        gather = lambda name: run(arrays.join_main, arrays.parser("gather"), name + " -o m.h5 --window 16M --verify")
+        convert = lambda line: run(conversion.main, conversion.parser(), line + " --window 16M")
+        gather("small.npy")
+        big, out = torch.ones(4096, 4096, dtype=torch.int64), torch.zeros(4096, 4096, dtype=torch.int64)
+        steps = [lambda: gather("big.npy")]
+        for dim in (0, 1):
+            for x, y in ((torch.ones(64, 64), torch.zeros(64, 64)), (big.t(), out), (big, out.t())):
+                steps += [lambda x=x, dim=dim: hd.staging.save("m.h5", x, dim, window=2**24)]
+                steps += [lambda y=y, dim=dim: hd.staging.load("m.h5", dim=dim, out=y, window=2**24)]
+        for line in ("dcp x.h5", "x.h5 y.safetensors", "y.safetensors z.safetensors --max-shard-size 20MB",
+                     "z.pt z.h5"):
+            steps += [lambda line=line: convert(line)]
+        for step in steps:
+            open("/proc/self/clear_refs", "w").write("5")  # the peak is what is resident now
+            before = at("/proc/self/status", "VmHWM"), at("/proc/self/io", "rchar")
+            step()
+            grown = at("/proc/self/status", "VmHWM") - before[0], at("/proc/self/io", "rchar") - before[1]
+            if found := world.comm.gather(grown):
+                print(json.dumps(found))
+        assert out.sum() == big.sum()
+"""
+
+
 @pytest.mark.once
-def test_memory_stays_within_the_window(tmp_path: Path) -> None:
-    """600 MB gathered with a window of 16 MiB, and 128 MiB a rank saved and loaded: what is resident beside the
-    caller's tensors is two windows at most."""
+def test_memory_stays_within_the_window(tmp_path):
+    """600 MB gathered with a window of 16 MiB, 128 MiB a rank saved and loaded, and 96 MiB converted: what is resident
+    beside the caller's tensors is two windows at most. A conversion reads each byte once."""
     np.save(tmp_path / "small.npy", np.arange(2_000_000))
     np.save(tmp_path / "big.npy", np.arange(75_000_000))
-    code = """
-        import torch, hpcdist as hd
-        from hpcdist.commands.arrays import join_main, parser
-
-        def peak():
-            return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
-
-        with hd.init(device="cpu") as world:
-            def gather(name):
-                asked = [name, "-o", "m.h5", "--window", "16M", "--verify"]
-                join_main(world, parser("gather").parse_args(asked))
-
-            gather("small.npy")
-            big, out = torch.ones(4096, 4096, dtype=torch.int64), torch.zeros(4096, 4096, dtype=torch.int64)
-            steps = [lambda: gather("big.npy")]
-            for dim in (0, 1):
-                for x, y in ((torch.ones(64, 64), torch.zeros(64, 64)), (big.t(), out), (big, out.t())):
-                    steps += [lambda x=x, dim=dim: hd.staging.save("m.h5", x, dim, window=2**24)]
-                    steps += [lambda y=y, dim=dim: hd.staging.load("m.h5", dim=dim, out=y, window=2**24)]
-            for step in steps:
-                open("/proc/self/clear_refs", "w").write("5")  # the peak is what is resident now
-                before = peak()
-                step()
-                print(f"grown {peak() - before} ")
-            assert out.sum() == big.sum()
-    """
-    job = mpirun(2, code=code, cwd=tmp_path)
+    state = {"a": torch.arange(2**22), "b": torch.rand(12288, 1024), "c": torch.ones(2**21, dtype=torch.float64)}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    torch.save(state, tmp_path / "z.pt")
+    job = mpirun(2, code=MEMORY, cwd=tmp_path)
     assert job.status == 0, job.err
-    grown = [int(kib) for kib in re.findall(r"grown (\d+) ", job.out)]
-    assert len(grown) == 2 * 13, job.out
-    assert max(grown) < (2 * 16 + 16) * 1024, f"KiB: {grown}"
+    steps = [json.loads(line) for line in job.out.splitlines() if line.startswith("[[")]
+    assert len(steps) == 13 + 4, job.out
+    assert max(grown for step in steps for grown, _ in step) < (2 * 16 + 16) * 1024, f"KiB: {steps}"
+    data = sum(x.nbytes for x in state.values())
+    assert all(data < sum(count for _, count in step) < 1.15 * data for step in steps[13:]), steps

@@ -1,12 +1,8 @@
 """Files of torch.save, of every kind: what is read is what torch.load gives, or one line says why not."""
 
-from __future__ import annotations
-
 import os
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,12 +17,12 @@ from hpcdist.staging.reader import OpenFiles, TensorReader
 
 C = torch.arange(40).to(torch.complex64).view(4, 10) * (1 + 2j)
 X = torch.arange(4 * 5 * 6).view(4, 5, 6)
-NEW: dict[str, Any] = {  # which the older format cannot hold
+NEW = {  # which the older format cannot hold
     "conjugate, complex32": C.to(torch.complex32).conj(),
     "uint16": torch.arange(7).to(torch.uint16),
     "float8": torch.arange(7).to(torch.float8_e4m3fn),
 }
-KINDS: dict[str, Any] = {
+KINDS = {
     "conjugate": C.conj(),
     "conjugate, transposed": C.t().conj(),
     "negative": C.clone().conj().imag,
@@ -45,13 +41,11 @@ KINDS: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def repack(
-    source: str, target: str, how: int, change: Callable[[str, bytes], bytes | None] = lambda name, data: data
-) -> None:
+def repack(source, target, how, change=lambda name, data: data):
     """Pack an archive again, as a zip tool does, with other contents; members of which None is made are left out."""
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", how) as new:
         for name in old.namelist():
@@ -60,7 +54,7 @@ def repack(
                 new.writestr(name, data)
 
 
-def test_every_tensor_is_read_as_torch_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tensor_is_read_as_torch_reads_it(monkeypatch):
     """Whole and in part: from an archive, one that was packed again, one with a tensor that cannot be described, and
     the older format; nested, of a GPU."""
     with monkeypatch.context() as patch:
@@ -92,7 +86,7 @@ def test_every_tensor_is_read_as_torch_reads_it(monkeypatch: pytest.MonkeyPatch)
         load("beside.pt:quantized")
 
 
-def test_the_other_byte_order() -> None:
+def test_the_other_byte_order():
     x = torch.arange(2000, dtype=torch.int16).view(40, 50)
     torch.save(x, "x.pt")
     others = {"byteorder": b"big", "data/0": x.numpy().byteswap().tobytes()}
@@ -101,7 +95,7 @@ def test_the_other_byte_order() -> None:
         assert same_bits(load("big.pt"), x)
 
 
-def test_what_is_read_whole_must_fit_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_whole_must_fit_in_memory(tmp_path, monkeypatch):
     torch.save(X, "old.pt", _use_new_zipfile_serialization=False)
     torch.save(X, "x.pt")
     repack("x.pt", "deflated.pt", zipfile.ZIP_DEFLATED)
@@ -109,10 +103,10 @@ def test_what_is_read_whole_must_fit_in_memory(tmp_path: Path, monkeypatch: pyte
     assert_refused(tmp_path, dict.fromkeys(("old.pt", "deflated.pt"), "can only be read whole: "))
 
 
-def refused() -> dict[str, str]:
+def refused():
     """Files that cannot be read -> what the error says besides their name."""
     eye = torch.eye(3)
-    itself: dict[str, Any] = {}
+    itself = {}
     itself["again"] = itself
     for name, held in {
         "sparse_coo": eye.to_sparse(), "sparse_csr": eye.to_sparse_csr(), "meta": torch.empty(3, device="meta"),
@@ -150,6 +144,6 @@ def refused() -> dict[str, str]:
     }
 
 
-def test_what_cannot_be_read_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_read_is_one_line(tmp_path, capfd):
     assert_refused(tmp_path, refused())
     assert capfd.readouterr().err == ""

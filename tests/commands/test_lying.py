@@ -1,8 +1,6 @@
 """Files that lie, of every format: headers, tables and archives that somebody has forged, or that are cut off. Each is
 read, or refused in one line; nothing in them runs, and no more memory is taken than the data have."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle
@@ -13,10 +11,8 @@ import sys
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -35,25 +31,25 @@ X = np.arange(6)
 
 
 @contextmanager
-def little_memory() -> Iterator[None]:
+def little_memory():
     """Much less memory is taken than the files ask for."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB
 
 
-def framed(header: bytes, version: int = 1, length: int | None = None) -> bytes:
+def framed(header, version=1, length=None):
     size = struct.pack("<H" if version == 1 else "<I", len(header) if length is None else length)
     return b"\x93NUMPY" + bytes([version, 0]) + size + header + bytes(64)
 
 
-def npy(changed: str = "") -> bytes:
+def npy(changed=""):
     """A header, in which what comes last counts."""
     return f"{{'descr': '<i8', 'fortran_order': False, 'shape': (2,), {changed}}}\n".encode()
 
 
 class Evil:
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return os.mkdir, ("HACKED",)
 
 
@@ -82,7 +78,7 @@ HEADERS = {
 }
 
 
-def test_npy_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_npy_headers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     np.save("good.npy", X)
     good = Path("good.npy").read_bytes()
@@ -100,7 +96,7 @@ def test_npy_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.once
-def test_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_archives(tmp_path, monkeypatch):
     """Of numpy: 1 GiB that unpacks from 1 MB, in a header and in data."""
     monkeypatch.chdir(tmp_path)
     np.savez("evil.npz", np.array([Evil()], object))
@@ -127,7 +123,7 @@ def test_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not Path("HACKED").exists()
 
 
-def test_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     wrong = {"pickle.pt": "cannot be read: ", "laughs.pt": "more than 1,048,576 dicts and tensors"}
     for name, held in {"evil": Evil(), "inside": {"x": torch.ones(2), "e": Evil()}}.items():
@@ -135,7 +131,7 @@ def test_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             torch.save(held, f"{name}{new}.pt", _use_new_zipfile_serialization=new)
             wrong[f"{name}{new}.pt"] = "it holds Python objects (posix.mkdir"
     Path("pickle.pt").write_bytes(pickle.dumps(Evil()))
-    laughs: dict[str, Any] = {"x": torch.ones(1)}
+    laughs = {"x": torch.ones(1)}
     for _ in range(60):
         laughs = {"a": laughs, "b": laughs}
     torch.save(laughs, "laughs.pt")
@@ -172,7 +168,7 @@ HEADS = {  # by name, the place of a tensor
 }
 
 
-def test_safetensors_headers(tmp_path: Path) -> None:
+def test_safetensors_headers(tmp_path):
     texts = {name: f'{{"a": {RIGHT}, "x": {entry}}}'.encode() for name, entry in HEADS.items()}
     good = texts["dtype"].replace(b"F99", b"F32")
     names = {"twice": b"a", "utf": b"\xff", "surrogate": b"\\ud800"}
@@ -185,7 +181,7 @@ def test_safetensors_headers(tmp_path: Path) -> None:
     assert_refused(tmp_path, {f"{name}.safetensors": "cannot be read: " for name in texts})
 
 
-def test_hdf5_bombs_loops_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hdf5_bombs_loops_and_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with h5py.File("bomb.h5", "w") as file:
         x = file.create_dataset("x", (4,), "u1", maxshape=(None,), chunks=(2**29,), compression="gzip")
@@ -216,7 +212,7 @@ def test_hdf5_bombs_loops_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert_refused(tmp_path, wrong | {"bomb.h5:arrays": "holds no tensor 'arrays', but arrays ("})
 
 
-TABLES: dict[str, tuple[str, Any]] = {
+TABLES = {
     "far": ("offset", 2**62),
     "before": ("offset", -5),
     "wide": ("shape", 2**40),
@@ -228,7 +224,7 @@ TABLES: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.once
-def test_staging_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staging_tables(tmp_path, monkeypatch):
     """Nothing is read where a forged table says, and what is not as hpcdist writes it is not taken for its own."""
     monkeypatch.chdir(tmp_path)
     with hd.init(device="cpu"):
@@ -265,7 +261,7 @@ FEW = """
 
 
 @pytest.mark.once
-def test_two_thousand_inputs_and_few_file_descriptors(tmp_path: Path) -> None:
+def test_two_thousand_inputs_and_few_file_descriptors(tmp_path):
     for i in range(2000):
         np.save(tmp_path / f"s{i}.npy", [i])
     for i in range(100):
@@ -276,7 +272,7 @@ def test_two_thousand_inputs_and_few_file_descriptors(tmp_path: Path) -> None:
 
 
 @pytest.mark.once
-def test_a_host_name_that_nobody_knows(tmp_path: Path) -> None:
+def test_a_host_name_that_nobody_knows(tmp_path):
     np.save(tmp_path / "x.npy", X)
     script = f"hostname nohost.invalid && exec {sys.executable} -m hpcdist.gather x.npy -o y.npy"
     job = run(["unshare", "-r", "-u", "bash", "-c", script], cwd=tmp_path)

@@ -1,10 +1,7 @@
 """Files: every format both ways, other tools' files, and what is wrong with a file in one clear line."""
 
-from __future__ import annotations
-
 import os
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import h5py
@@ -28,18 +25,18 @@ REFUSED = {
 
 
 @pytest.fixture
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hd.World]:
+def alone(tmp_path, monkeypatch):
     """One rank, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
     with hd.init(device="cpu") as world:
         yield world
 
 
-def gather(world: hd.World, *args: str) -> int:
+def gather(world, *args):
     return join_main(world, parser("gather").parse_args(args))
 
 
-def test_every_dtype_is_written_bit_by_bit_or_refused_beforehand(alone: hd.World) -> None:
+def test_every_dtype_is_written_bit_by_bit_or_refused_beforehand(alone):
     """To every format; what is read is what its own library reads."""
     for dtype, shape in [(dtype, (2, 1, 300)) for dtype in DTYPES] + [(torch.int16, (0, 2)), (torch.int16, ())]:
         x = whole_of(shape, dtype)
@@ -57,7 +54,7 @@ def test_every_dtype_is_written_bit_by_bit_or_refused_beforehand(alone: hd.World
     assert os.listdir() == ["x.h5"]
 
 
-def test_files_of_other_tools(tmp_path: Path) -> None:
+def test_files_of_other_tools(tmp_path):
     """Big-endian, Fortran order, several arrays in a file, compressed; for those of HDF5 see tests/staging."""
     x = np.arange(24, dtype=">i4").reshape(4, 6)
     np.save(tmp_path / "big.npy", x)
@@ -71,7 +68,7 @@ def test_files_of_other_tools(tmp_path: Path) -> None:
             assert load(str(tmp_path / spec), by_library, 100).tolist() == values.tolist(), spec
 
 
-def test_names_and_patterns(alone: hd.World) -> None:
+def test_names_and_patterns(alone):
     """A pattern's names come as one counts, s2 before s10; those that are given keep their order."""
     natural = ["S3", "s1", "s02", "s2", "s2a", "s10-9", "s10-10", "s10", "s"]
     for name in ("b", "a", "d[1]", *natural):
@@ -87,7 +84,7 @@ def test_names_and_patterns(alone: hd.World) -> None:
         assert [source.spec for source in copying.find(alone, given.split(), 0).sources] == names
 
 
-def test_an_array_is_not_taken_twice_by_whatever_paths(alone: hd.World) -> None:
+def test_an_array_is_not_taken_twice_by_whatever_paths(alone):
     """The file itself counts, and the array's name; two arrays of one file are two."""
     for name in "ab":
         np.save(f"{name}.npy", [1, 2])
@@ -106,7 +103,7 @@ def test_an_array_is_not_taken_twice_by_whatever_paths(alone: hd.World) -> None:
         assert len(copying.find(alone, fine.split(), 0).sources) == 2
 
 
-def test_names_with_anything_in_them(alone: hd.World) -> None:
+def test_names_with_anything_in_them(alone):
     """Bytes that are no UTF-8, colons, newlines, brackets, and as long as a name can be; in every format."""
     np.save("in.npy", [0, 1, 2])
     for name in (os.fsdecode(b"a\xff"), "b:c", "d.h5:e", "f\ng", "h[1]*?", "i" * 230, " ", "-j", "é"):
@@ -119,9 +116,9 @@ def test_names_with_anything_in_them(alone: hd.World) -> None:
                     assert load(spec, by_library).tolist() == [0, 1, 2], spec
 
 
-def damaged() -> dict[str, str]:
+def damaged():
     """Files that cannot be used -> what the error says besides their name."""
-    wrong: dict[str, str] = {}
+    wrong = {}
     for suffix in (*SUFFIXES, ".npz", ".pt"):
         Path(f"junk{suffix}").write_bytes(b"this is none of these formats")
         Path(f"empty{suffix}").touch()
@@ -150,12 +147,12 @@ def damaged() -> dict[str, str]:
     }
 
 
-def test_what_is_wrong_with_a_file_is_one_line_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_with_a_file_is_one_line_that_names_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert_refused(tmp_path, damaged())
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(alone: hd.World) -> None:
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(alone):
     """A limit on the size of files makes the write fail half way, for root too."""
     np.save("small.npy", [0, 1, 2])
     np.save("large.npy", np.arange(100_000))

@@ -1,25 +1,21 @@
 """The doctor finds what is wrong with jobs that are ill for real."""
 
-from __future__ import annotations
-
 import json
 import shlex
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
-from launch import Job, launcher, mpirun, python, run
+from launch import launcher, mpirun, python, run
 
 DOCTOR = ("-m", "hpcdist.doctor")
 
 
-def doctor(np: int, *args: str, env: dict[str, str] | None = None, under: Sequence[str] = ()) -> Job:
+def doctor(np, *args, env=None, under=()):
     """The doctor on `np` ranks, each started by the command `under`."""
     return run([*(launcher(np) if np else []), *under, *python(), *DOCTOR, *args], env=env)
 
 
 @pytest.mark.parametrize("np", [0, 3])  # 3: MPICH's mpirun must see all of them end well
-def test_a_healthy_job(np: int, tmp_path: Path) -> None:
+def test_a_healthy_job(np, tmp_path):
     job = mpirun(np, *DOCTOR, "--json", "--staging", str(tmp_path), quick=np > 0)
     assert job.status == 0, job.err
     told = json.loads(job.out)  # one report, however many ranks
@@ -31,7 +27,7 @@ def test_a_healthy_job(np: int, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def found(job: Job, name: str, fix: str) -> str:
+def found(job, name, fix):
     """The text of a finding that is not ok, whose fix holds `fix`."""
     lines = job.out.splitlines()
     at = next((i for i, line in enumerate(lines) if line[8:].startswith(f"{name}  ") and line[:2] != "ok"), None)
@@ -43,7 +39,7 @@ def found(job: Job, name: str, fix: str) -> str:
 
 # Ill for real: ranks and environment; and the name of each finding, its text and its fix. Those that do not depend on
 # each other share a job.
-BROKEN: dict[str, tuple[int, dict[str, str], list[tuple[str, str, str]]]] = {
+BROKEN = {
     "no MPI library": (
         0,
         {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"},
@@ -73,7 +69,7 @@ BROKEN: dict[str, tuple[int, dict[str, str], list[tuple[str, str, str]]]] = {
 
 @pytest.mark.once
 @pytest.mark.parametrize("case", BROKEN)
-def test_what_is_broken_is_found(case: str) -> None:
+def test_what_is_broken_is_found(case):
     np, env, expected = BROKEN[case]
     job = doctor(np, env=env)
     for name, text, fix in expected:
@@ -85,7 +81,7 @@ def test_what_is_broken_is_found(case: str) -> None:
 
 
 @pytest.mark.once
-def test_worlds_of_one_tell_once() -> None:
+def test_worlds_of_one_tell_once():
     """Two processes that a launcher has started of which the MPI library knows nothing."""
     one = shlex.join([*python(), *DOCTOR])
     command = f"PMI_SIZE=2 PMI_RANK=1 {one} & PMI_SIZE=2 PMI_RANK=0 {one}; first=$?; wait $!; echo $first $?"
@@ -102,7 +98,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0}))
 
 
 @pytest.mark.once
-def test_too_few_files_for_mpi() -> None:
+def test_too_few_files_for_mpi():
     """The limit is known before MPI starts, which may fail; init() is refused."""
     for ranks, files in ((0, 20), (2, 24)):
         job = mpirun(ranks, "-c", FEW.format(files) + EXAMINE, "--limit", "20")
@@ -134,7 +130,7 @@ os.fsync = fsync
 
 
 @pytest.mark.once
-def test_no_h5py_and_a_full_staging_folder(tmp_path: Path) -> None:
+def test_no_h5py_and_a_full_staging_folder(tmp_path):
     (tmp_path / "h5py.py").write_text("raise ImportError('no module named h5py, as it were')")
     (tmp_path / "full").mkdir()
     job = mpirun(2, "-c", FULL + EXAMINE, "--staging", "full", cwd=tmp_path)
@@ -153,14 +149,14 @@ fcntl.flock = flock
 
 
 @pytest.mark.once
-def test_a_file_system_without_locks() -> None:
+def test_a_file_system_without_locks():
     job = mpirun(0, code=UNLOCKED + EXAMINE, env={"HDF5_USE_FILE_LOCKING": "TRUE"})
     assert found(job, "file locking", "export HDF5_USE_FILE_LOCKING=FALSE").startswith("broken")
     assert job.status == 1
 
 
 @pytest.mark.once
-def test_a_job_that_works_but_slowly() -> None:
+def test_a_job_that_works_but_slowly():
     """Two ranks on one core; torch takes all its threads. Nothing of it is broken."""
     job = doctor(2, under=["taskset", "-c", "0", "env", "OMP_NUM_THREADS=64"])
     assert "ranks 0-1 on" in found(job, "cores", "mpirun --bind-to core")
@@ -169,7 +165,7 @@ def test_a_job_that_works_but_slowly() -> None:
 
 
 @pytest.mark.once
-def test_a_rank_that_never_comes() -> None:
+def test_a_rank_that_never_comes():
     """MPI_Init waits for it without end, with Python's lock in its hand."""
     job = run([*launcher(1), *python(), *DOCTOR, "--limit", "1", ":", "-n", "1", "sleep", "50"])
     assert "rank 0 on" in found(job, "MPI_Init", "mpirun of the same installation")
@@ -193,7 +189,7 @@ raise ImportError("h5py is not for this test")
         ("import signal; os.kill(os.getpid(), signal.SIGSEGV)", "killed its process by SIGSEGV"),
     ],
 )
-def test_a_rank_that_hangs_or_dies_alone_is_named(ill: str, text: str, tmp_path: Path) -> None:
+def test_a_rank_that_hangs_or_dies_alone_is_named(ill, text, tmp_path):
     limit = "5" if "limit" in text else "20"  # within which MPI must start on a busy machine
     (tmp_path / "h5py.py").write_text(HANGS.format(ill))
     job = mpirun(2, *DOCTOR, "--limit", limit, cwd=tmp_path)

@@ -1,12 +1,7 @@
 """The facts that the doctor collects, from made-up files of the system; and what other programs say of the same."""
 
-from __future__ import annotations
-
 from collections import namedtuple
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -40,9 +35,7 @@ VERSION_2 = (
 
 
 @pytest.mark.parametrize(("own", "contents", "limited"), [VERSION_1, VERSION_2])
-def test_limits_of_control_groups(
-    own: str, contents: dict[str, str], limited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_limits_of_control_groups(own, contents, limited, tmp_path, monkeypatch):
     """Those of the process's own groups and of the groups above; "max" is none."""
     make(tmp_path, {"cgroup": own} | {f"fs/{name}": text for name, text in contents.items()})
     monkeypatch.setattr(host_memory, "OWN", tmp_path / "cgroup")
@@ -65,7 +58,7 @@ MOUNTS = [
 ]
 
 
-def test_the_mount_of_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mount_of_a_folder(monkeypatch):
     """That with the longest name, and the last of several in one place."""
     monkeypatch.setattr(psutil, "disk_partitions", lambda all=False: MOUNTS if all else MOUNTS[:1])
     assert examine.mount_of("/scratch/me") == {"point": "/scratch", "type": "lustre", "network": True}
@@ -73,27 +66,27 @@ def test_the_mount_of_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert networks == [False, True, False]
 
 
-def test_cores_as_psutil_lists_them() -> None:
+def test_cores_as_psutil_lists_them():
     found = examine.cores()
     assert found["cores"] == psutil.Process().cpu_affinity()
     if len(found["cores"]) == psutil.cpu_count():
         assert len(found["physical"]) == psutil.cpu_count(logical=False)
 
 
-def make(root: Path, files: dict[str, str]) -> None:
+def make(root, files):
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
 
 
-def system(root: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def system(root, files, monkeypatch):
     """A made-up /sys and /dev of these files."""
     make(root, {name: f"{text}\n" for name, text in files.items()})
     monkeypatch.setattr(examine, "_SYS", root / "sys")
     monkeypatch.setattr(examine, "_DEV", root / "dev")
 
 
-def test_infiniband_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_infiniband_ports(tmp_path, monkeypatch):
     files = {}
     for port, state in (("1", "4: ACTIVE"), ("2", "1: DOWN")):
         found = {"state": state, "rate": "200 Gb/sec (4X HDR)", "link_layer": "InfiniBand"}
@@ -105,7 +98,7 @@ def test_infiniband_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ]
 
 
-def test_gpus_of_amd_and_intel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_of_amd_and_intel(tmp_path, monkeypatch):
     """Not a display adapter of another maker."""
     assert isinstance(examine.gpus()["gpu"]["others"], list)
     files = dict.fromkeys(("dev/kfd", "dev/dri/card0", "dev/null"), "")
@@ -117,7 +110,7 @@ def test_gpus_of_amd_and_intel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert examine.gpus()["gpu"]["others"] == expected
 
 
-def test_gpus_as_torch_describes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_as_torch_describes_them(tmp_path, monkeypatch):
     """Each by host, PCI address and UUID. Two of the three on the node may be opened."""
     system(tmp_path, {"dev/nvidia0": "", "dev/nvidia2": ""}, monkeypatch)
     (tmp_path / "dev" / "nvidia1").mkdir()  # which cannot be opened
@@ -133,9 +126,9 @@ def test_gpus_as_torch_describes_them(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (gpu["in_node"], gpu["openable"]) == (3, 2)
 
 
-def test_the_network_in_ncclss_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_network_in_ncclss_log(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    environ: dict[str, str] = {}
+    environ = {}
     path = examine.log_nccl(environ, {"id": "a7"})
     assert environ["NCCL_DEBUG_FILE"] == str(path)
     assert examine.read_nccl_log(path) is None
@@ -148,14 +141,12 @@ def test_the_network_in_ncclss_log(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_no_rank_waits_for_others_in_a_step_of_its_own(
-    first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_rank_waits_for_others_in_a_step_of_its_own(first, tmp_path, monkeypatch):
     """Else a folder that hangs on one node makes every supervisor run out of time, and rank 0 may be blamed."""
-    limits, called = 0, set[str]()
+    limits, called = 0, set()
 
-    def note(place: Any, name: str, limit: float, function: Callable[..., Any]) -> None:
-        def call(*args: Any) -> Any:
+    def note(place, name, limit, function):
+        def call(*args):
             called.add(name)
             assert limits == limit, name
             return function(*args)
@@ -166,8 +157,8 @@ def test_no_rank_waits_for_others_in_a_step_of_its_own(
         note(examine, name, examine.ALONE, getattr(examine, name))
     told = str(tmp_path / "of rank 0"), b"data"  # by rank 0
     note(objects, "all_gather_object", examine.TOGETHER, lambda comm, x: [x if first else told])
-    comm: Any = SimpleNamespace(rank=0 if first else 1)
-    found: dict[str, Any] = {"rank": comm.rank, "node": comm.rank}
+    comm = SimpleNamespace(rank=0 if first else 1)
+    found = {"rank": comm.rank, "node": comm.rank}
     for _, limits in examine.try_staging(comm, found, str(tmp_path)):  # noqa: B007
         pass
     assert (found["staging"]["folder"], found["sees"]) == (str(tmp_path), first)
@@ -175,7 +166,7 @@ def test_no_rank_waits_for_others_in_a_step_of_its_own(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_sources_of_hpcdist_by_their_contents(tmp_path: Path) -> None:
+def test_the_sources_of_hpcdist_by_their_contents(tmp_path):
     digests = []
     for name, change in (("a", ""), ("b", ""), ("c", "# changed\n")):
         (tmp_path / name / "doctor").mkdir(parents=True)
@@ -184,7 +175,7 @@ def test_the_sources_of_hpcdist_by_their_contents(tmp_path: Path) -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_a_doctor_that_is_interrupted_prints_no_traceback() -> None:
+def test_a_doctor_that_is_interrupted_prints_no_traceback():
     """Nor does the process that examines."""
     job = mpirun(0, code="""
         import os, signal, sys

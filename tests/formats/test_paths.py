@@ -1,7 +1,5 @@
 """A file appears under its name when it is complete, and what killed jobs left is taken over or swept."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import itertools
@@ -9,7 +7,6 @@ import os
 import signal
 import stat
 import time
-from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -21,13 +18,13 @@ from hpcdist.formats.paths import Commit
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("gone", [False, True])
 @pytest.mark.parametrize("left", ["LEFT-data-LEFT-more-LEFT and on", "LEFT-da", ""])
-def test_what_was_left_is_adopted(left: str, gone: bool) -> None:
+def test_what_was_left_is_adopted(left, gone):
     """Its data alone: the rest, and the size, are the new part's. If another process has taken it, nothing is."""
     before = Commit("x", keep=True)
     before.part.write_text(left)
@@ -45,12 +42,12 @@ def test_what_was_left_is_adopted(left: str, gone: bool) -> None:
     assert (Path("x").read_text(), os.listdir()) == ("new {} new {} new".format(*kept), ["x"])
 
 
-def test_a_lock_on_the_finished_file_is_not_taken_for_one_on_the_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_on_the_finished_file_is_not_taken_for_one_on_the_part(monkeypatch):
     """Between open and lock, the other writer finishes: the open file is the target by then, and is not to be cut."""
     one, flock = Commit("x"), fcntl.flock
     one.part.write_text("complete")
 
-    def late(fd: int, how: int) -> None:
+    def late(fd, how):
         monkeypatch.setattr(fcntl, "flock", flock)
         one.finish()
         flock(fd, how)
@@ -62,7 +59,7 @@ def test_a_lock_on_the_finished_file_is_not_taken_for_one_on_the_part(monkeypatc
     assert Path("x").read_text() == "complete"
 
 
-def test_sweep_takes_what_nobody_holds() -> None:
+def test_sweep_takes_what_nobody_holds():
     for name in ("stage-old", "stage-held", "stage-young", "other"):
         Path(name).touch()
         os.utime(name, (0, 0) if name != "stage-young" else None)
@@ -74,7 +71,7 @@ def test_sweep_takes_what_nobody_holds() -> None:
     assert sorted(os.listdir()) == ["other", "stage-young"]
 
 
-def test_a_child_that_lives_on_does_not_keep_the_lock() -> None:
+def test_a_child_that_lives_on_does_not_keep_the_lock():
     """Such as a worker of a DataLoader: HDF5 reads no file that is locked."""
     one = Commit("x")
     if not (child := os.fork()):
@@ -87,9 +84,9 @@ def test_a_child_that_lives_on_does_not_keep_the_lock() -> None:
     os.waitpid(child, 0)
 
 
-def test_the_order_of_the_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_of_the_last_steps(monkeypatch):
     """The data are on the disk before the name is, and the name before it is said to be."""
-    steps: list[str] = []
+    steps = []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(
         os, "fsync", lambda fd: (steps.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))), fsync(fd))
@@ -99,7 +96,7 @@ def test_the_order_of_the_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [step[:3] for step in steps] == [".x.", "ren", os.path.basename(os.getcwd())[:3]]
 
 
-def test_only_a_regular_file_is_replaced() -> None:
+def test_only_a_regular_file_is_replaced():
     """By any path to it: a symbolic link to /dev/full would put a file in the place of the device."""
     if os.geteuid() == 0:  # one of its own: what this test finds must not cost the machine its /dev/full
         os.mknod("there", stat.S_IFCHR | 0o666, os.makedev(1, 7))
@@ -114,7 +111,7 @@ def test_only_a_regular_file_is_replaced() -> None:
     assert sorted(os.listdir()) == ["there", "x"]
 
 
-PLANTS: dict[str, Callable[[Path], object]] = {
+PLANTS = {
     "symlink": lambda part: part.symlink_to("precious"),
     "hard link": lambda part: part.hardlink_to("precious"),
     "FIFO": os.mkfifo,
@@ -125,9 +122,7 @@ PLANTS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("plant", [*PLANTS, "of another name"])
-def test_a_part_that_somebody_has_planted_is_left_alone(
-    plant: str, keep: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_that_somebody_has_planted_is_left_alone(plant, keep, monkeypatch):
     """Neither taken over nor removed; the part that is written has a name that nobody can guess."""
     Path("precious").write_text("precious")
     one = Commit("x")
@@ -147,7 +142,7 @@ def test_a_part_that_somebody_has_planted_is_left_alone(
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("code", [None, errno.ENOLCK, errno.EOPNOTSUPP])
-def test_two_writers_where_locks_do_nothing(code: int | None, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_writers_where_locks_do_nothing(code, keep, monkeypatch):
     """Neither takes the other's part for one that was left, with resume or without: the last one has the name."""
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=code and OSError(code, os.strerror(code))))
     both = [Commit("x", keep) for _ in range(2)]
@@ -160,7 +155,7 @@ def test_two_writers_where_locks_do_nothing(code: int | None, keep: bool, monkey
 
 
 @pytest.mark.filterwarnings("ignore:.*may still be written by another host")
-def test_whose_part_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whose_part_it_is(monkeypatch):
     """One of a process that is gone is taken at once; one of another system when it has rested."""
     for system, age, dead in ((paths._system(), 0, True), ("0" * 8, 0, False), ("0" * 8, 1000, True)):
         with monkeypatch.context() as patch:
@@ -181,7 +176,7 @@ def test_whose_part_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.listdir() == []
 
 
-def test_what_happens_in_the_meantime() -> None:
+def test_what_happens_in_the_meantime():
     """Somebody has removed the part, or put a FIFO in the place of the target: an error, and what is there stays."""
     for meanwhile, message in ((lambda one: one.part.unlink(), "another process has taken"), (fifo, "x: is a FIFO")):
         Path("x").write_text("old")
@@ -194,13 +189,13 @@ def test_what_happens_in_the_meantime() -> None:
         assert Path("x").is_fifo() or Path("x").read_text() == "old"
 
 
-def fifo(one: Commit) -> None:
+def fifo(one):
     one.target.unlink()
     os.mkfifo("x")
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES])
-def test_a_folder_that_cannot_be_synced(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_synced(code, monkeypatch):
     """That is no error; of a file, it is."""
     Path("x").touch()
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(code, os.strerror(code))))
@@ -209,11 +204,11 @@ def test_a_folder_that_cannot_be_synced(code: int, monkeypatch: pytest.MonkeyPat
         paths.sync(Path("x"))
 
 
-def mode(path: Path) -> int:
+def mode(path):
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_the_new_file_has_the_mode_of_the_old_one() -> None:
+def test_the_new_file_has_the_mode_of_the_old_one():
     """And while it is written, nobody reads more of it than of the old one."""
     target = Path("x")
     Path("link").symlink_to("x")
@@ -233,7 +228,7 @@ def test_the_new_file_has_the_mode_of_the_old_one() -> None:
         os.umask(old)
 
 
-def test_the_new_file_has_owner_group_and_attributes_of_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_new_file_has_owner_group_and_attributes_of_the_old_one(monkeypatch):
     target, root = Path("x"), os.geteuid() == 0
     target.write_text("old")
     target.chmod(0o664)
@@ -250,7 +245,7 @@ def test_the_new_file_has_owner_group_and_attributes_of_the_old_one(monkeypatch:
         assert (mode(target), target.stat().st_gid) == (0o644, os.getegid())
 
 
-def test_a_read_only_file_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_file_is_not_replaced(monkeypatch):
     Path("x").write_text("old")
     monkeypatch.setattr(os, "access", lambda path, how: how != os.W_OK)  # root may write anything
     with pytest.raises(FileError, match="x: is there already, and read-only"):

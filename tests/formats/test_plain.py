@@ -1,13 +1,10 @@
 """Arrays as plain bytes in a file: any box, into any strides, with windows of any size."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math
 import os
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,16 +17,16 @@ from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
 
 
-def random_box(draw: random.Random, shape: tuple[int, ...]) -> Box:
+def random_box(draw, shape):
     offset = tuple(draw.randrange(extent + 1) for extent in shape)
     return Box(offset, tuple(draw.randrange(extent - o + 1) for o, extent in zip(offset, shape, strict=True)))
 
 
-def random_shape(draw: random.Random) -> tuple[int, ...]:
+def random_shape(draw):
     return tuple(draw.randrange(1, 7) for _ in range(draw.randrange(1, 5)))
 
 
-def test_any_box_into_any_strides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_box_into_any_strides(tmp_path, monkeypatch):
     draw, path = random.Random(5), tmp_path / "x"
     for turn in range(180):
         monkeypatch.setattr(plain, "NEAR", (0, 16, 4096)[turn % 3])
@@ -45,11 +42,11 @@ def test_any_box_into_any_strides(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 assert same_bits(out, whole[box.slices()]), (shape, box, step, window)
 
 
-def test_blocks_and_their_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_and_their_checksum(tmp_path, monkeypatch):
     """Each goes on where the last one ended, also if the system took a part of it; the checksum is of all in order."""
-    pwrite, blocks = os.pwrite, list[int]()
+    pwrite, blocks = os.pwrite, []
 
-    def part(fd: int, block: memoryview, offset: int) -> int:
+    def part(fd, block, offset):
         blocks.append(len(block))
         return pwrite(fd, block[:5], offset)
 
@@ -67,12 +64,12 @@ def test_blocks_and_their_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert digest.digest() == hashlib.sha256(of).digest()
 
 
-def test_short_runs_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_runs_are_read_together(tmp_path, monkeypatch):
     """A column of many rows takes a few system calls, not one a row; and no more memory than the window."""
-    whole, preadv, calls = whole_of((1000, 8), torch.int64), os.preadv, list[int]()
+    whole, preadv, calls = whole_of((1000, 8), torch.int64), os.preadv, []
     (tmp_path / "x").write_bytes(whole.numpy().tobytes())
 
-    def counted(fd: int, buffers: list[memoryview], offset: int) -> int:
+    def counted(fd, buffers, offset):
         calls.append(len(buffers[0]))
         return preadv(fd, buffers, offset)
 
@@ -84,17 +81,17 @@ def test_short_runs_are_read_together(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (len(calls), max(calls)) == (4, 16_000)
 
 
-def test_boxes_cover_everything_once_in_order() -> None:
+def test_boxes_cover_everything_once_in_order():
     """Each is one run, one after the other."""
     for shape, limit in itertools.product(((4, 3, 5), (7,), (2, 0, 3), (), (3, 1, 4)), (1, 2, 5, 12, 1000)):
-        index, found = np.arange(math.prod(shape)).reshape(shape), list[int]()
+        index, found = np.arange(math.prod(shape)).reshape(shape), []
         for box in layout.boxes(layout.whole(shape), limit):
             assert box.size() <= limit
             found += index[box.slices()].ravel().tolist()
         assert found == index.ravel().tolist(), (shape, limit)
 
 
-def test_boxes_meet_in_runs() -> None:
+def test_boxes_meet_in_runs():
     draw = random.Random(7)
     for _ in range(200):
         shape = random_shape(draw)

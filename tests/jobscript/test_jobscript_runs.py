@@ -4,17 +4,14 @@ A stand-in has the options of the real command, refuses any other, and sets the 
 (docs/do/launchers.md has what was run with the real one). Slurm's scripts run on Slurm: tests/cluster.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from launch import Job, launcher, run
+from launch import launcher, run
 
 from hpcdist.comm.launcher import nearest, on_node
 from hpcdist.jobscript import Shape, write
@@ -116,7 +113,7 @@ print("0000" + sorted(os.listdir("/sys/bus/pci/devices"))[number].upper())
 
 
 @pytest.fixture
-def bin_(tmp_path: Path) -> Path:
+def bin_(tmp_path):
     """A folder of commands before those of the system: this Python and its mpirun."""
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -127,14 +124,14 @@ def bin_(tmp_path: Path) -> Path:
     return folder
 
 
-def stand_in(bin_: Path, name: str, code: str, nodes: int = 1) -> None:
+def stand_in(bin_, name, code, nodes=1):
     mpirun = launcher(1)[:-1]
     text = f"#!{sys.executable} -SE\n{AS}\nMPIRUN, NODES = {mpirun!r}, {nodes}\n{code}"
     (bin_ / name).write_text(text)
     (bin_ / name).chmod(0o755)
 
 
-def start(bin_: Path, shape: Shape, *args: str, under: tuple[str, ...] = (), **environ: str) -> Job:
+def start(bin_, shape, *args, under=(), **environ):
     script = bin_.parent / "job"
     script.write_text(write(shape))
     path = f"{bin_}:{os.environ['PATH']}"
@@ -144,80 +141,88 @@ def start(bin_: Path, shape: Shape, *args: str, under: tuple[str, ...] = (), **e
     return job
 
 
-def ranks(job: Job) -> list[dict[str, Any]]:
+def ranks(job):
     found = [json.loads(line) for line in job.out.splitlines() if line.startswith("{")]
     assert [one["rank"] for one in found] == list(range(len(found)))
     assert {one["size"] for one in found} == {len(found)}
     return found
 
 
-def launched(rank: dict[str, Any]) -> tuple[str, int | None, int | None]:
-    """By whom, and this rank's number and those on its node."""
-    found = nearest(rank["environ"])
-    assert found is not None
-    return (found[0].name, *on_node(rank["environ"]))
+HOST = socket.gethostname()
+# Of a script: its shape, the stand-in, words after the script, its environment, each rank's words, by whom a rank was
+# launched, its number on its node and how many there are, and what is printed.
+RUNS = {
+    "pbs, mpirun": (  # which reads the hosts from PBS_NODEFILE, with one line for each rank
+        {"scheduler": "pbs", "nodes": 1, "ntasks_per_node": 2, "cpus_per_task": 3, "command": ("../who.py", "a b")},
+        None,
+        (),
+        {"PBS_JOBID": "7.server", "PBS_NODEFILE": f"{HOST}\n" * 2},
+        ["a b"],
+        None,
+        [f"cpu: job 7.server on 1 nodes: {HOST}\n", "ranks: 2, 2 on each node, 3 CPUs each\n"],
+    ),
+    "pbs, array of pals": (
+        {"kind": "array", "scheduler": "pbs", "launcher": "pals", "command": ("../who.py", "of-%a")},
+        ("mpiexec", PALS),
+        (),
+        {"PBS_ARRAY_ID": "8[]", "PBS_ARRAY_INDEX": "5", "PBS_NODEFILE": "n1\nn1\nn2\nn2\n"},
+        ["of-5"],
+        ("mpiexec of PALS", 0, 1),
+        ["array: job 8[], index 5 on 2 nodes: n1,n2\n"],
+    ),
+    "flux": (
+        {"scheduler": "flux", "bind": "cores", "command": ("who.py", "one")},
+        ("flux", FLUX),
+        ("two words",),
+        {"FLUX_ENCLOSING_ID": "f1"},
+        ["one", "two words"],
+        ("flux run", 0, None),
+        ["cpu: job f1 on 2 nodes: n[1-2]\n"],
+    ),
+    "flux, plain": ({"scheduler": "flux", "plain": True}, ("flux", FLUX), (), {}, [], ("flux run", 0, None), []),
+    "lsf, jsrun": (  # LSB_MCPU_HOSTS begins with the node that the script runs on
+        {"scheduler": "lsf"},
+        ("jsrun", JSRUN),
+        (),
+        {"LSB_JOBID": "9", "LSB_MCPU_HOSTS": "batch1 1 n1 42 n2 42"},
+        [],
+        ("jsrun", 0, 1),
+        ["ranks: 2, 1 on each node, 1 CPUs each\n"],
+    ),
+    "lsf, array of mpirun": (
+        {"kind": "array", "scheduler": "lsf", "launcher": "mpirun", "array": "1-4", "nodes": 1, "ntasks_per_node": 2,
+         "command": ("who.py", "%a")},
+        None,
+        (),
+        {"LSB_JOBID": "9", "LSB_JOBINDEX": "3", "LSB_MCPU_HOSTS": f"{HOST} 2"},
+        ["3"],
+        None,
+        [],
+    ),
+}  # fmt: skip
 
 
-def test_pbs_with_the_mpirun_of_this_environment(bin_: Path) -> None:
-    """It reads the hosts from PBS_NODEFILE, which has one line for each rank."""
-    nodes = bin_.parent / "nodes"
-    nodes.write_text(f"{socket.gethostname()}\n" * 2)
-    shape = Shape(scheduler="pbs", nodes=1, ntasks_per_node=2, cpus_per_task=3, command=("python", "../who.py", "a b"))
-    (bin_.parent / "work").mkdir()
-    job = start(bin_, shape, PBS_JOBID="7.server", PBS_NODEFILE=str(nodes), PBS_O_WORKDIR=str(bin_.parent / "work"))
+@pytest.mark.parametrize("case", RUNS)
+def test_two_ranks_run(case, bin_):
+    made, other, words, environ, arguments, launched, texts = RUNS[case]
+    if other:
+        stand_in(bin_, *other, 2)
+    if "PBS_NODEFILE" in environ:
+        nodes, work = bin_.parent / "nodes", bin_.parent / "work"
+        nodes.write_text(environ["PBS_NODEFILE"])
+        work.mkdir()
+        environ = {**environ, "PBS_NODEFILE": str(nodes), "PBS_O_WORKDIR": str(work)}
+    program = ("python", *made.get("command", ("who.py",)))
+    job = start(bin_, Shape(**{"ntasks_per_node": 1, **made, "command": program}), *words, **environ)
     found = ranks(job)
-    assert [one["arguments"] for one in found] == [["a b"]] * 2
-    assert {one["environ"]["OMP_NUM_THREADS"] for one in found} == {"3"}
-    assert f"cpu: job 7.server on 1 nodes: {socket.gethostname()}\n" in job.out
-    assert "ranks: 2, 2 on each node, 3 CPUs each\n" in job.out
+    assert [one["arguments"] for one in found] == [arguments] * 2
+    assert {one["environ"]["OMP_NUM_THREADS"] for one in found} == {str(made.get("cpus_per_task", 1))}
+    for one in found if launched else ():
+        assert (nearest(one["environ"])[0].name, *on_node(one["environ"])) == launched
+    assert all(text in job.out for text in texts), job.out
 
 
-def test_a_pbs_array_with_pals(bin_: Path) -> None:
-    nodes = bin_.parent / "nodes"
-    nodes.write_text("n1\nn1\nn2\nn2\n")
-    stand_in(bin_, "mpiexec", PALS, 2)
-    shape = Shape(
-        kind="array", scheduler="pbs", launcher="pals", ntasks_per_node=1, command=("python", "who.py", "of-%a")
-    )
-    environ = {"PBS_ARRAY_ID": "8[]", "PBS_ARRAY_INDEX": "5", "PBS_NODEFILE": str(nodes)}
-    job = start(bin_, shape, PBS_O_WORKDIR=str(bin_.parent), **environ)
-    found = ranks(job)
-    assert [one["arguments"] for one in found] == [["of-5"]] * 2
-    assert [launched(one) for one in found] == [("mpiexec of PALS", 0, 1)] * 2
-    assert "array: job 8[], index 5 on 2 nodes: n1,n2\n" in job.out
-
-
-def test_flux(bin_: Path) -> None:
-    stand_in(bin_, "flux", FLUX, 2)
-    shape = Shape(scheduler="flux", ntasks_per_node=1, bind="cores", command=("python", "who.py", "one"))
-    job = start(bin_, shape, "two words", FLUX_ENCLOSING_ID="f1")
-    found = ranks(job)
-    assert [one["arguments"] for one in found] == [["one", "two words"]] * 2
-    assert [launched(one) for one in found] == [("flux run", 0, None)] * 2
-    assert "cpu: job f1 on 2 nodes: n[1-2]\n" in job.out
-    plain = ranks(start(bin_, Shape(scheduler="flux", plain=True, ntasks_per_node=1, command=("python", "who.py"))))
-    assert len(plain) == 2
-
-
-def test_lsf_with_jsrun(bin_: Path) -> None:
-    """LSB_MCPU_HOSTS begins with the node that the script runs on."""
-    stand_in(bin_, "jsrun", JSRUN, 2)
-    shape = Shape(scheduler="lsf", ntasks_per_node=1, command=("python", "who.py"))
-    job = start(bin_, shape, LSB_JOBID="9", LSB_MCPU_HOSTS="batch1 1 n1 42 n2 42")
-    assert [launched(one) for one in ranks(job)] == [("jsrun", 0, 1)] * 2
-    assert "ranks: 2, 1 on each node, 1 CPUs each\n" in job.out
-
-
-def test_an_lsf_array_with_mpirun(bin_: Path) -> None:
-    shape = Shape(
-        kind="array", scheduler="lsf", launcher="mpirun", array="1-4", nodes=1, ntasks_per_node=2,
-        command=("python", "who.py", "%a"),
-    )  # fmt: skip
-    job = start(bin_, shape, LSB_JOBID="9", LSB_JOBINDEX="3", LSB_MCPU_HOSTS=f"{socket.gethostname()} 2")
-    assert [one["arguments"] for one in ranks(job)] == [["3"], ["3"]]
-
-
-def test_ranks_in_a_container_on_the_cores_beside_their_gpus(bin_: Path) -> None:
+def test_ranks_in_a_container_on_the_cores_beside_their_gpus(bin_):
     """The script itself may use one core; a rank may use those beside its device, all of this machine's or some."""
     stand_in(bin_, "flux", FLUX)
     stand_in(bin_, "apptainer", APPTAINER)
@@ -237,7 +242,7 @@ def test_ranks_in_a_container_on_the_cores_beside_their_gpus(bin_: Path) -> None
     assert "not bound" not in job.err
 
 
-def test_ranks_that_cannot_be_bound_say_so_and_run(bin_: Path) -> None:
+def test_ranks_that_cannot_be_bound_say_so_and_run(bin_):
     stand_in(bin_, "flux", FLUX)
     stand_in(bin_, "nvidia-smi", "print('No devices were found'); sys.exit(6)")
     shape = Shape(kind="train", scheduler="flux", nodes=1, gpus_per_node="1", command=("python", "who.py"))
@@ -256,7 +261,7 @@ NAME = " ".join([*TYPED, *QUOTED])
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_each_word_arrives_as_it_was_typed(bin_: Path, plain: bool) -> None:
+def test_each_word_arrives_as_it_was_typed(bin_, plain):
     """Mounts, images, environments, modules, the program's words and those after the script."""
     folder = bin_.parent
     for name, code in (("srun", SAYS), ("module", SAYS), ("conda", CONDA), ("apptainer", "print('MPICH')")):
@@ -284,7 +289,7 @@ def test_each_word_arrives_as_it_was_typed(bin_: Path, plain: bool) -> None:
         ({"conda": NAME, "modules": program}, []),
         ({"venv": NAME, "modules": program}, []),
     ):
-        shape = Shape(plain=plain, nodes=1, command=tuple(program), mpi="pmi2", **given)  # type: ignore[arg-type]
+        shape = Shape(plain=plain, nodes=1, command=tuple(program), mpi="pmi2", **given)
         job = start(bin_, shape, *after, **environ, SLURM_JOB_NODELIST="n1")
         said = [json.loads(line) for line in job.out.splitlines() if line.startswith("[")]
         end = [*around, *program, *after]
@@ -296,6 +301,6 @@ def test_each_word_arrives_as_it_was_typed(bin_: Path, plain: bool) -> None:
             assert (["conda", "activate", NAME] in said) == ("conda" in given)
 
 
-def _numbers(cpulist: str) -> list[int]:
+def _numbers(cpulist):
     ends = [part.split("-") for part in cpulist.split(",")]
     return [number for end in ends for number in range(int(end[0]), int(end[-1]) + 1)]

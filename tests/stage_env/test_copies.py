@@ -1,7 +1,5 @@
 """The copies on one node: what killed jobs leave, jobs that work at once, and the names of jobs."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil
@@ -21,36 +19,32 @@ pytestmark = pytest.mark.once
 
 
 @pytest.fixture
-def packer(tmp_path: Path) -> Packer:
+def packer(tmp_path):
     (tmp_path / "env").mkdir()
     (tmp_path / "env" / "file").write_text("one")
     return Packer(str(tmp_path / "env"))
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (tmp_path / "local").mkdir()
     return open_folder(str(tmp_path / "local"))
 
 
-def _unpack(packer: Packer, copy: Copy) -> None:
-    copy.unpack(packer.tar())
-
-
-def _kept(folder: Path) -> list[str]:
+def _kept(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_two_jobs_that_unpack_at_once_do_not_hurt_each_other(packer: Packer, folder: Path) -> None:
+def test_two_jobs_that_unpack_at_once_do_not_hurt_each_other(packer, folder):
     first, second = (Copy(folder, packer.source, "") for _ in range(2))
     assert not first.prepare()
-    _unpack(packer, first)
+    first.unpack(packer.tar())
     assert not second.prepare()  # it does not remove what the first one is about to rename
     first.finish()
     first.close()
     file = first.folder / "env" / "file"
     inode = file.stat().st_ino
-    _unpack(packer, second)
+    second.unpack(packer.tar())
     second.finish()
     second.close()
     assert file.stat().st_ino == inode  # the first one's: a program may run from it
@@ -58,7 +52,7 @@ def test_two_jobs_that_unpack_at_once_do_not_hurt_each_other(packer: Packer, fol
     assert Copy(folder, packer.source, "").prepare()
 
 
-def test_what_a_killed_job_has_left_is_removed(packer: Packer, folder: Path) -> None:
+def test_what_a_killed_job_has_left_is_removed(packer, folder):
     """By the next job, whatever it stages; a lock of a living process keeps it."""
     code = f"""
         import os
@@ -86,17 +80,15 @@ def test_what_a_killed_job_has_left_is_removed(packer: Packer, folder: Path) -> 
     assert _kept(folder) == []
 
 
-def test_what_cannot_be_removed_is_the_error_of_cleanup_alone(
-    packer: Packer, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_removed_is_the_error_of_cleanup_alone(packer, folder, monkeypatch):
     copy = Copy(folder, packer.source, "")
     copy.prepare()
-    _unpack(packer, copy)
+    copy.unpack(packer.tar())
     copy.finish()
     copy.close()
     (folder / ".part-left").mkdir()
 
-    def stuck(path: Path, ignore_errors: bool = False) -> None:
+    def stuck(path, ignore_errors=False):
         if not ignore_errors:
             raise OSError(5, "Input/output error")
 
@@ -109,33 +101,27 @@ def test_what_cannot_be_removed_is_the_error_of_cleanup_alone(
     assert not Copy(folder, packer.source, "").prepare()
 
 
-@pytest.mark.parametrize(
-    ("environ", "name"),
-    [
+def test_each_task_of_an_array_has_a_copy_of_its_own():
+    args = argparse.Namespace(source="x", to="/tmp", job=None, also=[])
+    for environ, name in (
         ({}, ""),
         ({"SLURM_JOB_ID": "7"}, "7"),
         ({"LSB_JOBID": "7", "LSB_JOBINDEX": "30"}, "7_30"),
         ({"PBS_JOBID": "7[30].server"}, "7_30_.server"),
         ({"JOB_ID": "7", "SGE_TASK_ID": "1"}, "7_1"),
         ({"JOB_ID": "7", "SGE_TASK_ID": "undefined"}, "7_undefined"),
-    ],
-)
-def test_each_task_of_an_array_has_a_copy_of_its_own(environ: dict[str, str], name: str) -> None:
-    args = argparse.Namespace(source="x", to="/tmp", job=None, also=[])
-    assert command._request(args, environ).job == name
+    ):
+        assert command._request(args, environ).job == name
     args.job = "../mine"
     assert command._request(args, environ).job == ".._mine"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8:strict"])
-def test_a_path_of_any_bytes_is_printed(encoding: str, tmp_path: Path) -> None:
-    source, local = tmp_path / "data", os.fsencode(tmp_path / "lo\N{LATIN SMALL LETTER C WITH CEDILLA}") + b"\xff"
-    source.mkdir()
-    (source / "file").write_text("one")
+def test_a_path_of_any_bytes_is_printed(encoding, packer, tmp_path):
+    local = os.fsencode(tmp_path / "lo\N{LATIN SMALL LETTER C WITH CEDILLA}") + b"\xff"
     os.mkdir(local)
-    words = [sys.executable, "-m", "hpcdist.stage_env", str(source), "--to", os.fsdecode(local)]
-    with open(tmp_path / "out", "wb") as out:
-        job = run(["bash", "-c", f'exec "$@" > {out.name}', "-", *words], env={"PYTHONIOENCODING": encoding})
+    words = [sys.executable, "-m", "hpcdist.stage_env", str(tmp_path / "env"), "--to", os.fsdecode(local)]
+    job = run(["bash", "-c", 'exec "$@" > out', "-", *words], cwd=tmp_path, env={"PYTHONIOENCODING": encoding})
     assert job.status == 0, job.err
-    path = Path(os.fsdecode((tmp_path / "out").read_bytes().removesuffix(b"\n")))
-    assert (path / "file").read_text() == "one" and os.fsencode(path).startswith(local)
+    path = (tmp_path / "out").read_bytes().removesuffix(b"\n")
+    assert path.startswith(local) and Path(os.fsdecode(path), "file").read_text() == "one"

@@ -1,7 +1,5 @@
 """One process, one node: what is packed, how it is unpacked and corrected, whose the copies are, and the command."""
 
-from __future__ import annotations
-
 import io
 import os
 import re
@@ -18,23 +16,23 @@ from launch import DEADLINE, mpirun, run
 from hpcdist.comm.launcher import without_launcher
 from hpcdist.errors import FileError, InputError, RankError
 from hpcdist.stage_env import source, stage
-from hpcdist.stage_env.stage import Request, Staged, cleanup, unpack
+from hpcdist.stage_env.stage import Request, cleanup, unpack
 
 pytestmark = pytest.mark.once
 
 LARGE = bytes(range(256)) * 5000  # bytes: more than what is held in memory to be corrected
 
 
-def staged(path: Path, to: Path, **asked: object) -> Staged:
+def staged(path, to, **asked):
     """Stage on this node, as a job of one rank."""
     from mpi4py import MPI
 
     to.mkdir(exist_ok=True)
-    request = Request(str(path), str(to), **asked)  # type: ignore[arg-type]
+    request = Request(str(path), str(to), **asked)
     return stage.stage(MPI.COMM_SELF, request)
 
 
-def output(*command: str | Path) -> str:
+def output(*command):
     environ = {**without_launcher(os.environ), "PYTHONPATH": ""}
     done = subprocess.run(list(map(str, command)), env=environ, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
@@ -42,7 +40,7 @@ def output(*command: str | Path) -> str:
 
 
 @pytest.fixture
-def venv(tmp_path: Path) -> Path:
+def venv(tmp_path):
     """A venv with a script, an editable install inside and one outside of it, links of all kinds, and odd names."""
     made = tmp_path / "shared" / "my venv"
     output(sys.executable, "-m", "venv", "--without-pip", made)
@@ -72,7 +70,7 @@ def venv(tmp_path: Path) -> Path:
     return made
 
 
-def test_a_venv_runs_from_its_copy(venv: Path, tmp_path: Path) -> None:
+def test_a_venv_runs_from_its_copy(venv, tmp_path):
     done = staged(venv, tmp_path / "local")
     copy = Path(done.path)
     assert copy.parent.parent == tmp_path / "local" / f"hpcdist-{os.getuid()}" / "stage_env"
@@ -99,14 +97,17 @@ def test_a_venv_runs_from_its_copy(venv: Path, tmp_path: Path) -> None:
     assert (copy / "src" / "inside.py").read_text() == f"# of {copy}\n"
 
 
-def test_what_is_outside_comes_along_when_asked_for(venv: Path, tmp_path: Path) -> None:
+def test_what_is_outside_comes_along_when_asked_for(venv, tmp_path):
     """An editable install, and the interpreter that the venv was made with."""
     project, base = tmp_path / "shared" / "project", tmp_path / "shared" / "python"
     (base / "bin").mkdir(parents=True)
-    (base / "bin" / "python3").symlink_to(os.path.realpath(sys.executable))
-    (base / "lib").symlink_to(f"{sys.base_prefix}/lib")
     (venv / "bin" / "python").unlink()
-    (venv / "bin" / "python").symlink_to(base / "bin" / "python3")
+    for link, target in {
+        base / "bin" / "python3": os.path.realpath(sys.executable),
+        base / "lib": f"{sys.base_prefix}/lib",
+        venv / "bin" / "python": base / "bin" / "python3",
+    }.items():
+        link.symlink_to(target)
     config = venv / "pyvenv.cfg"
     config.write_text(re.sub(r"home = .*", f"home = {base}/bin", config.read_text()))
     copy = Path(staged(venv, tmp_path / "local", also=(str(project), str(base))).path)
@@ -116,7 +117,7 @@ def test_what_is_outside_comes_along_when_asked_for(venv: Path, tmp_path: Path) 
     assert os.readlink(copy / "data" / "away") == "../../with-0-project/outside.py"
 
 
-def test_a_conda_environment_and_a_folder(tmp_path: Path) -> None:
+def test_a_conda_environment_and_a_folder(tmp_path):
     """The texts of the first are corrected, not what is compiled; a folder of data stays as it is."""
     made = tmp_path / "conda"
     (made / "conda-meta").mkdir(parents=True)
@@ -126,40 +127,37 @@ def test_a_conda_environment_and_a_folder(tmp_path: Path) -> None:
     assert (copy / "tool").read_text() == f"#!{copy}/bin/python\n"
     assert (copy / "library").read_bytes() == (made / "library").read_bytes()
     (made / "conda-meta").rmdir()
-    copy = Path(staged(made, tmp_path / "local").path)
-    assert (copy / "tool").read_text() == f"#!{made}/bin/python\n"
+    assert Path(staged(made, tmp_path / "local").path, "tool").read_text() == f"#!{made}/bin/python\n"
 
 
-def test_it_is_sent_again_when_it_was_changed_and_only_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_sent_again_when_it_was_changed_and_only_then(tmp_path):
+    """Neither what is compiled nor what programs write into the copy counts; what the copy has lost does."""
     data, local = tmp_path / "data", tmp_path / "local"
     (data / "__pycache__").mkdir(parents=True)
     (data / "file").write_text("one")
     (data / "file").chmod(0o600)
-    first = staged(data, local)
-    assert first.sent == 1
-    (data / "__pycache__" / "x.pyc").touch()
-    again = staged(data, local)
-    assert (again.sent, again.path) == (0, first.path)
+    copy, sent = staged(data, local).path, 0
+    for change in (
+        (data / "__pycache__" / "x.pyc").touch,
+        Path(copy, "added").touch,
+        Path(copy, "file").unlink,
+        lambda: os.truncate(Path(copy, "file"), 1),
+        Path(copy).with_name(source.MANIFEST).unlink,
+    ):
+        change()
+        again = staged(data, local)
+        sent += again.sent
+        assert (again.path, Path(copy, "file").read_text()) == (copy, "one")
+    assert (sent, os.listdir(Path(copy).parent.parent)) == (3, [Path(copy).parent.name])
     for change in (lambda: (data / "file").chmod(0o644), lambda: (data / "file").write_text("three")):
         change()
         other = staged(data, local)
-        assert other.sent == 1 and other.path != first.path
-    assert Path(other.path, "file").read_text() == "three" and Path(first.path, "file").read_text() == "one"
+        assert other.sent == 1 and other.path != copy
+    assert Path(other.path, "file").read_text() == "three" and Path(copy, "file").read_text() == "one"
     assert sorted(os.listdir(tmp_path)) == ["data", "local"]  # nothing is left beside the source
 
-    def changing(entry: source.Entry) -> object:
-        (data / "file").write_text("changed meanwhile")
-        return opened(entry)
 
-    opened = source._opened
-    monkeypatch.setattr(source, "_opened", changing)
-    (data / "new").touch()
-    with pytest.raises(RankError, match=r"was changed while it was read: try again \[HD413\]"):
-        staged(data, local)
-    assert len(os.listdir(Path(first.path).parent.parent)) == 3
-
-
-def test_a_file_is_sent_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_sent_as_it_is(tmp_path, monkeypatch):
     image = tmp_path / ("image" * 30 + ".sif")  # a name that takes several blocks of the tar
     image.write_bytes(LARGE + b"odd")
     image.chmod(0o755)
@@ -173,9 +171,7 @@ def test_a_file_is_sent_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("filtered", [True, False])
-def test_only_the_user_may_write_and_nothing_is_setuid(
-    filtered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_user_may_write_and_nothing_is_setuid(filtered, tmp_path, monkeypatch):
     """Also before Python 3.11.4, whose tarfile has no filters."""
     if not filtered:
         monkeypatch.delattr(tarfile, "tar_filter")
@@ -189,7 +185,7 @@ def test_only_the_user_may_write_and_nothing_is_setuid(
     assert modes == {"data": "0o755", "664": "0o644", "6775": "0o755", "444": "0o444"}
 
 
-def _member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tarfile.TarInfo:
+def _member(name, kind=tarfile.REGTYPE, target=""):
     info = tarfile.TarInfo(name)
     info.type, info.linkname = kind, target
     return info
@@ -202,37 +198,22 @@ UNSAFE = {
 }
 
 
-def _tree(folder: Path) -> dict[str, object]:
-    """Mode, contents and time of all that is in a folder."""
-    found: dict[str, object] = {}
-    for path in folder.rglob("*"):
-        status = path.lstat()
-        content = path.read_bytes() if stat.S_ISREG(status.st_mode) else None
-        found[str(path.relative_to(folder))] = status.st_mode, int(status.st_mtime), content
-    return found
-
-
 @pytest.mark.parametrize("what", UNSAFE)
-def test_an_archive_cannot_write_elsewhere(what: str, tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("secret")
-    (tmp_path / "secret").chmod(0o600)
-    buffer = io.BytesIO()
+def test_an_archive_cannot_write_elsewhere(what, tmp_path):
+    (tmp_path / "secret").touch()
+    buffer, root = io.BytesIO(), tmp_path / "root"
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for member in UNSAFE[what]:
             tar.addfile(member)
-    root = tmp_path / "root"
     root.mkdir()
-    before = _tree(tmp_path)
     with pytest.raises(FileError) as found:
         unpack(iter([buffer.getvalue()]), str(root), bytes, "x")
     assert found.value.codes == ["HD404"]
-    assert {name: seen for name, seen in _tree(tmp_path).items() if not name.startswith("root")} == {
-        name: seen for name, seen in before.items() if name != "root"
-    }
+    assert sorted(os.listdir(tmp_path)) == ["root", "secret"]
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Path:
+def small(tmp_path):
     source = tmp_path / "small"
     source.mkdir()
     (source / "program").write_bytes(Path("/bin/sleep").read_bytes())
@@ -240,7 +221,7 @@ def small(tmp_path: Path) -> Path:
     return source
 
 
-def test_jobs_have_copies_of_their_own(small: Path, tmp_path: Path) -> None:
+def test_jobs_have_copies_of_their_own(small, tmp_path):
     """What one removes is not another's. Those of one name, and those without a name, share one."""
     local = tmp_path / "local"
     paths = [staged(small, local, job=job).path for job in ("1", "2", "")]
@@ -254,90 +235,63 @@ def test_jobs_have_copies_of_their_own(small: Path, tmp_path: Path) -> None:
     assert os.listdir(Path(paths[0]).parent.parent) == []
 
 
-def test_a_copy_that_was_changed_is_replaced(small: Path, tmp_path: Path) -> None:
-    local = tmp_path / "local"
-    copy = Path(staged(small, local).path)
-    (copy / "added").touch()
-    assert staged(small, local).sent == 0 and (copy / "added").exists()  # programs may write there
-    (copy / "program").unlink()
-    assert staged(small, local).sent == 1 and (copy / "program").exists()
-    os.truncate(copy / "program", 10)
-    assert staged(small, local).sent == 1
-    (copy.parent / source.MANIFEST).unlink()
-    assert staged(small, local).sent == 1
-    assert os.listdir(copy.parent.parent) == [copy.parent.name]
-
-
-def test_only_what_was_made_here_is_removed(small: Path, tmp_path: Path) -> None:
+def test_only_what_was_made_here_is_removed(small, tmp_path):
     local = tmp_path / "local"
     path = Path(staged(small, local).path)
-    for wrong in (small, path.parent, path / "program", path.parent / "another", local):
+    other = str(path).replace(f"hpcdist-{os.getuid()}", "hpcdist-12345")
+    for wrong in (small, path.parent, path / "program", path.parent / "another", local, other, path):
+        if wrong is path:
+            (path.parent / source.MANIFEST).unlink()
         with pytest.raises(InputError, match="not a copy that hpcdist"):
             cleanup(str(wrong))
-    with pytest.raises(InputError, match="not a copy that hpcdist"):
-        cleanup(str(path).replace(f"hpcdist-{os.getuid()}", "hpcdist-12345"))
-    (path.parent / source.MANIFEST).unlink()
-    with pytest.raises(InputError, match="not a copy that hpcdist"):
-        cleanup(str(path))
     assert (path / "program").exists()
 
 
-def test_a_folder_that_others_can_write_in_is_not_trusted(small: Path, tmp_path: Path) -> None:
+def test_a_folder_that_others_can_write_in_is_not_trusted(small, tmp_path):
     local = tmp_path / "local"
     private = local / f"hpcdist-{os.getuid()}"
     private.mkdir(parents=True)
-    private.chmod(0o777)
-    with pytest.raises(RankError, match="is not this user's alone"):
-        staged(small, local)
-    assert os.listdir(private) == []
-    private.chmod(0o700)
-    local.chmod(0o777)
-    with pytest.raises(RankError, match="no sticky bit"):
-        staged(small, local)
-    local.chmod(0o1777)
+    for folder, text in ((private, "is not this user's alone"), (local, "no sticky bit")):
+        folder.chmod(0o777)
+        with pytest.raises(RankError, match=text):
+            staged(small, local)
+        assert os.listdir(private) == []
+        folder.chmod(0o700 if folder == private else 0o1777)
     assert staged(small, local).sent == 1
 
 
-def test_the_destination_is_checked_before_anything_is_read(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is there, can be written to, and has the space; what an old copy of the source takes is given back first."""
-    to = tmp_path / "to"
-    with monkeypatch.context() as patch:
-        patch.setattr(source.Packer, "tar", None)
-        patch.setattr(stage.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
-        with pytest.raises(RankError, match=r"stage_env on .*: no space for the copy: .* needed, 100 B free \[HD410\]"):
-            staged(small, to)
-        assert os.listdir(to / f"hpcdist-{os.getuid()}" / "stage_env") == []
-    job = mpirun(0, "-m", "hpcdist.stage_env", str(small), "--to", f"{to}/none")
-    assert job.status == 2
-    assert f"{to}/none: no such folder on" in job.err
+def test_the_destination_is_checked_before_anything_is_read(small, tmp_path, monkeypatch):
+    """Whether it has the space; what an old copy of the source takes is given back first."""
+    monkeypatch.setattr(source.Packer, "tar", None)
+    monkeypatch.setattr(stage.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+    with pytest.raises(RankError, match=r"stage_env on .*: no space for the copy: .* needed, 100 B free \[HD410\]"):
+        staged(small, tmp_path / "to")
+    assert os.listdir(tmp_path / "to" / f"hpcdist-{os.getuid()}" / "stage_env") == []
 
 
-def test_the_command(small: Path, tmp_path: Path) -> None:
+def test_the_command(small, tmp_path):
     """It imports neither torch nor numpy; its path alone is on standard output; errors are one line with status 2."""
     (tmp_path / "local").mkdir()
-    command = ["-m", "hpcdist.stage_env"]
+    command, env = ["-m", "hpcdist.stage_env"], {"SLURM_JOB_ID": "7"}
     ask = [*command, "small", "--to", "local"]
-    timed = run([sys.executable, "-X", "importtime", *ask], cwd=tmp_path, env={"SLURM_JOB_ID": "7"})
+    timed = run([sys.executable, "-X", "importtime", *ask], cwd=tmp_path, env=env)
     assert timed.status == 0, timed.err
     imported = {line.rpartition("|")[2].strip() for line in timed.err.splitlines() if line.startswith("import time:")}
     assert {"hpcdist.stage_env.stage", "mpi4py"} <= imported
     assert not imported & {"torch", "numpy", "h5py", "tqdm", "hpcdist.process.versions"}
-    path = timed.out.removesuffix("\n")
-    assert Path(path, "program").exists()
-    assert Path(path).parent.name.endswith("_7")
-    job = mpirun(2, *ask, cwd=tmp_path, env={"SLURM_JOB_ID": "7"}, quick=False)
-    assert (job.status, job.out) == (0, timed.out), job.err
-    assert "1 node had it already" in job.err
+    path = Path(timed.out.removesuffix("\n"))
+    assert (path / "program").exists() and path.parent.name.endswith("_7")
+    job = mpirun(2, *ask, cwd=tmp_path, env=env, quick=False)
+    assert (job.status, job.out, "1 node had it already" in job.err) == (0, timed.out, True), job
     missing = mpirun(2, *command, "nothing", cwd=tmp_path, quick=False)
-    assert (missing.status, missing.out) == (2, "")
     told = "error: nothing: No such file or directory [HD402] (see python -m hpcdist explain HD402)"
-    assert f"hpcdist stage-env: {told}\n" in missing.err and missing.err.count("stage-env: error") == 1, missing.err
+    assert (missing.status, missing.out, missing.err.count("stage-env: error")) == (2, "", 1), missing
+    assert f"hpcdist stage-env: {told}\n" in missing.err, missing
     for words, told in ((["--cleanup", ""], "expected a name"), ([], "expected SOURCE, or --cleanup PATH"),
-                        (["--cleanup", "/tmp"], "not a copy that")):  # fmt: skip
+                        (["--cleanup", "/tmp"], "not a copy that"),
+                        (["small", "--to", "local/none"], "local/none: no such folder on")):  # fmt: skip
         wrong = run([sys.executable, *command, *words], cwd=tmp_path)
         assert wrong.status == 2 and told in wrong.err and wrong.err.count("\n") == 1, wrong.err
-    cleaned = run([sys.executable, *command, "--cleanup", path], cwd=tmp_path)
+    cleaned = run([sys.executable, *command, "--cleanup", str(path)], cwd=tmp_path)
     assert (cleaned.status, cleaned.out, cleaned.err) == (0, "", "")
-    assert not Path(path).exists()
+    assert not path.exists()

@@ -1,41 +1,33 @@
 """Several ranks, each acting for a node of its own: who reads, who is sent what, and failures that all ranks see."""
 
-from __future__ import annotations
-
 import errno
 import os
 import tarfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from collective import assert_on_all_ranks, raises_on_all_ranks
 from launch import mpirun
 
-from hpcdist import World
 from hpcdist.control import objects
 from hpcdist.errors import RankError
 from hpcdist.stage_env import source, stage
-from hpcdist.stage_env.stage import Request, Staged
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from hpcdist.stage_env.stage import Request
 
 PIECE = 1 << 16
 FILES = 40
 BYTES = bytes(range(251)) * 400
 
 
-def staged(comm: MPI.Intracomm, shared: Path, to: Path) -> Staged:
+def staged(comm, shared, to):
     """Stage "data" of a shared folder, each rank into a folder of its own. Rank 0's result, on all ranks."""
     request = Request(str(shared / "data"), str(to), timeout=60)
-    done: Staged = comm.bcast(stage.stage_on_nodes(comm, request))
-    return done
+    return comm.bcast(stage.stage_on_nodes(comm, request))
 
 
 @pytest.fixture
-def shared(world: World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def shared(world, folder, monkeypatch):
     """A folder with "data", of several pieces; some files are larger than one."""
     monkeypatch.setattr(stage, "PIECE", PIECE)
     monkeypatch.setattr(source, "_CHUNK", 1 << 12)
@@ -48,25 +40,23 @@ def shared(world: World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def to(world: World, folder: Path) -> Path:
+def to(world, folder):
     """This rank's own disk."""
     made = folder / f"local{world.rank}"
     made.mkdir()
     return made
 
 
-def _holds(done: Staged, to: Path) -> bool:
+def _holds(done, to):
     copy = to / f"hpcdist-{os.getuid()}" / "stage_env" / Path(done.path).parent.name / "data"
     return all((copy / f"{n}").read_bytes() == BYTES[n : n * 2500] for n in range(FILES))
 
 
 @pytest.mark.mpi(min_size=2)
-def test_every_node_gets_a_copy_and_none_twice(
-    world: World, shared: Path, to: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_node_gets_a_copy_and_none_twice(world, shared, to, monkeypatch):
     comm, received = world.comm, [0]
 
-    def counting(part: MPI.Intracomm, data: bytes, root: int) -> bytes:
+    def counting(part, data, root):
         piece = broadcast(part, data, root)
         received[0] += len(piece) > 1000
         return piece
@@ -86,18 +76,16 @@ def test_every_node_gets_a_copy_and_none_twice(
     assert_on_all_ranks(comm, third.sent == 1 and _holds(third, to))
 
 
-def _left(to: Path) -> list[str]:
+def _left(to):
     return os.listdir(to / f"hpcdist-{os.getuid()}" / "stage_env")
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("pieces", [0, 9])
-def test_a_full_disk_is_the_same_error_everywhere_and_leaves_nothing(
-    world: World, shared: Path, to: Path, pieces: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_the_same_error_everywhere_and_leaves_nothing(world, shared, to, pieces, monkeypatch):
     comm, written, extract = world.comm, [0], tarfile.TarFile.extract
 
-    def limited(tar: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> None:
+    def limited(tar, member, path):
         written[0] += member.size
         if comm.rank == 1 and written[0] > pieces * PIECE:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -113,9 +101,7 @@ def test_a_full_disk_is_the_same_error_everywhere_and_leaves_nothing(
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("number", ["1", "39"])
-def test_what_cannot_be_read_is_the_same_error_everywhere(
-    world: World, shared: Path, to: Path, number: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_read_is_the_same_error_everywhere(world, shared, to, number, monkeypatch):
     """A file in the middle or at the end, or a folder that one node lacks. The copies that were there stay."""
     comm, new, opened = world.comm, to / "new", source._opened
     done = staged(comm, shared, to)
@@ -123,7 +109,7 @@ def test_what_cannot_be_read_is_the_same_error_everywhere(
     assert_on_all_ranks(comm, f"{new.parent.with_name('local0')}/new: no such folder" in str(error), error)
     assert_on_all_ranks(comm, list(error.problems) == [0])
 
-    def broken(entry: source.Entry) -> object:
+    def broken(entry):
         if entry.info.name == f"data/{number}":
             raise OSError(errno.EIO, os.strerror(errno.EIO), entry.path)
         return opened(entry)
@@ -139,13 +125,11 @@ def test_what_cannot_be_read_is_the_same_error_everywhere(
 
 
 @pytest.mark.mpi(min_size=2)
-def test_what_is_damaged_on_its_way_gets_no_name(
-    world: World, shared: Path, to: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_damaged_on_its_way_gets_no_name(world, shared, to, monkeypatch):
     """In the contents of a file, which nothing else would notice."""
     comm, received = world.comm, [0]
 
-    def damaging(part: MPI.Intracomm, data: bytes, root: int) -> bytes:
+    def damaging(part, data, root):
         piece = bytearray(broadcast(part, data, root))
         received[0] += len(piece) > 1000
         if received[0] == 2 and comm.rank == 1:
@@ -160,7 +144,7 @@ def test_what_is_damaged_on_its_way_gets_no_name(
 
 
 @pytest.mark.once
-def test_a_disk_that_hangs_ends_the_job(tmp_path: Path) -> None:
+def test_a_disk_that_hangs_ends_the_job(tmp_path):
     """After the time that rank 0 was given; what the others were does not matter."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "file").write_bytes(BYTES)
@@ -179,7 +163,7 @@ def test_a_disk_that_hangs_ends_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.once
-def test_the_options_of_rank_0_count(tmp_path: Path) -> None:
+def test_the_options_of_rank_0_count(tmp_path):
     (tmp_path / "data").mkdir()
     code = """
         import sys

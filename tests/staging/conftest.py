@@ -1,11 +1,6 @@
 """The writers that can be used here, and verdicts on calls that must fail."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +13,7 @@ WRITERS = [name for name in ("mpio", "posix") if drivers.missing(name) is None]
 
 
 @pytest.fixture
-def findings(world: hd.World) -> Iterator[Findings]:
+def findings(world):
     """What a test finds wrong, told when it has ended: the verdict is that of all ranks."""
     found = Findings(world.comm)
     yield found
@@ -26,14 +21,14 @@ def findings(world: hd.World) -> Iterator[Findings]:
 
 
 def refused(
-    world: hd.World,
-    text: str,
-    call: Callable[..., object],
-    *args: Any,
-    ranks: Sequence[int] | None = None,
-    what: object = "",
-    **options: Any,
-) -> hd.RankError:
+    world,
+    text,
+    call,
+    *args,
+    ranks=None,
+    what="",
+    **options,
+):
     """The error of a call, the same on every rank, with this text in it, and from these ranks."""
     error = raises_on_all_ranks(world.comm, hd.RankError, lambda: call(*args, **options))
     right = text in str(error) and (ranks is None or sorted(error.problems) == list(ranks))
@@ -41,11 +36,11 @@ def refused(
     return error
 
 
-def holds(world: hd.World, folder: Path, *names: str) -> None:
+def holds(world, folder, *names):
     """A folder holds these files, and nothing else."""
     assert_on_all_ranks(world.comm, sorted(os.listdir(folder)) == sorted(names), os.listdir(folder))
 
 
-def same(world: hd.World, got: torch.Tensor, expected: torch.Tensor, what: object = "") -> None:
+def same(world, got, expected, what=""):
     """A tensor is right on every rank."""
     assert_on_all_ranks(world.comm, torch.equal(got, expected), f"{what}: {got}")

@@ -1,13 +1,8 @@
 """A file system without space, for real: run by tests/run.py on a small tmpfs (see on.sh), which these tests fill."""
 
-from __future__ import annotations
-
 import os
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +17,7 @@ pytestmark = pytest.mark.mpi
 SMALL = 2**20  # bytes that are left
 
 
-def fill(world: hd.World, folder: Path) -> None:
+def fill(world, folder):
     """Leave SMALL bytes free."""
     if world.rank == 0:
         free = shutil.disk_usage(folder).free
@@ -32,7 +27,7 @@ def fill(world: hd.World, folder: Path) -> None:
     world.comm.Barrier()
 
 
-def piecewise(path: Path, x: torch.Tensor) -> None:
+def piecewise(path, x):
     world = hd.init()
     with staging.open(path, "w", {"data": ((world.world_size * len(x),), x.dtype)}) as file:
         for first in range(0, len(x), 10_000):
@@ -45,14 +40,7 @@ def piecewise(path: Path, x: torch.Tensor) -> None:
     [*((staging.save, {"writer": name}) for name in WRITERS), (piecewise, {})],
     ids=str,
 )
-def test_nothing_is_lost(
-    save: Callable[..., Any],
-    options: dict[str, Any],
-    known: bool,
-    world: hd.World,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nothing_is_lost(save, options, known, world, folder, monkeypatch):
     """The same error on all ranks, the old file, nothing else, and with space the job goes on."""
     path, small = folder / "x.h5", torch.arange(1000) + 1000 * world.rank
     whole = torch.arange(1000 * world.world_size)

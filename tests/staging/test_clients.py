@@ -3,18 +3,15 @@
 Run on two clients by the run openmpi-clients of tests/run.py; elsewhere the folder is an ordinary one.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 from cases import extents_of, load, part, whole_of
-from collective import Findings, change_settings
+from collective import change_settings
 from conftest import WRITERS
 
 import hpcdist as hd
@@ -28,32 +25,26 @@ pytestmark = pytest.mark.mpi
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_shards_that_meet_in_a_page(writer: str, findings: Findings, world: hd.World, folder: Path) -> None:
-    """A new name each time, and one that is replaced again and again: the bytes of all ranks, every time."""
-    size = world.world_size
+def test_shards_that_meet_in_a_page(writer, findings, world, folder):
+    """A new name each time, and one that is replaced again and again: the bytes of all ranks, every time; of one
+    tensor, and of many small ones."""
     for turn, counts in enumerate([(1000, 2007, 5, 0, 33)] * 3 + [(5, 3, 1, 1, 1), (100_000, 7, 0, 4000, 1)] * 2):
-        extents = list(counts[:size])
-        whole = whole_of((sum(extents),), torch.int16, salt=turn)
-        mine = part(whole, 0, extents, world.rank)
-        staging.save(folder / f"new{turn}.h5", mine, writer=writer)
-        findings.same(staging.load(folder / f"new{turn}.h5", dim=None, verify=True), whole, f"turn {turn}")
-        staging.save(folder / "same.h5", mine, writer=writer)
+        extents = counts[: world.world_size]
+        wholes = {"x": whole_of((sum(extents),), torch.int16, salt=turn)}
+        wholes |= {f"t{i}": whole_of((sum(extents), 1 + i % 7), torch.float32, salt=i) for i in range(50 * (turn == 4))}
+        mine = {name: part(whole, 0, extents, world.rank) for name, whole in wholes.items()}
+        for name in (f"new{turn}.h5", "same.h5"):
+            staging.save(folder / name, mine, writer=writer)
+        got = staging.load(folder / f"new{turn}.h5", dim=None, verify=True)
+        for name, whole in wholes.items():
+            findings.same(got[name], whole, f"turn {turn}: {name}")
         if world.rank == 0:
             with staging.open(folder / "same.h5") as file:
-                findings.same(file.read("data", verify=True), whole, f"replaced in turn {turn}")
+                findings.same(file.read("x", verify=True), wholes["x"], f"replaced in turn {turn}")
         world.comm.Barrier()
 
 
-def test_small_tensors(findings: Findings, world: hd.World, folder: Path) -> None:
-    extents = extents_of("ragged", world.world_size)
-    wholes = {f"t{i}": whole_of((sum(extents), 1 + i % 7), torch.float32, salt=i) for i in range(50)}
-    staging.save(folder / "x.h5", {name: part(whole, 0, extents, world.rank) for name, whole in wholes.items()})
-    got = staging.load(folder / "x.h5", dim=None, verify=True)
-    for key, whole in wholes.items():
-        findings.same(got[key], whole, key)
-
-
-def test_piecewise(findings: Findings, world: hd.World, folder: Path) -> None:
+def test_piecewise(findings, world, folder):
     """Rows of the ranks in turn, of 100 bytes and of 10,000; columns; boxes and their writers drawn at random."""
     size, draw = world.world_size, random.Random(5)
     cases = []
@@ -71,26 +62,25 @@ def test_piecewise(findings: Findings, world: hd.World, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", OUTPUTS)
-def test_outputs_of_the_commands(suffix: str, findings: Findings, world: hd.World, folder: Path) -> None:
+def test_outputs_of_the_commands(suffix, findings, world, folder):
     for n in (3000, 100_003):
         whole, path = whole_of((n,), torch.float32), str(folder / f"y{n}{suffix}")
-        one = [Dataset("data", (n,), torch.float32)]
-        read = lambda i, box, out: out.copy_(whole[box.slices()])  # noqa: B023, E731
-        made = copy(world, world._context.team, "test", path, one, read, SaveOptions("posix", 9000))
+        one, read = Dataset("data", (n,), torch.float32), lambda i, box, out: out.copy_(whole[box.slices()])  # noqa: B023
+        made = copy(world, world._context.team, "test", path, [one], read, SaveOptions("posix", 9000))
         findings.check(made[1] == 0, made)
         if world.rank == 0:
             findings.same(load(path, by_library=True), whole, f"{n}")
         world.comm.Barrier()
 
 
-def test_route_hdf5(world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_route_hdf5(findings, world, folder, monkeypatch):
     change_settings(monkeypatch, world, staging=str(folder))
-    findings, extents = Findings(world.comm), extents_of("ragged", world.world_size)
+    extents = extents_of("ragged", world.world_size)
     for turn in range(5):
         whole = whole_of((sum(extents), 3), torch.int64, salt=turn)
         mine = part(whole, 0, extents, world.rank)
         findings.same(hd.concat(mine, route="hdf5"), whole, "concat")
         got = hd.split(whole if world.rank == 0 else None, counts=extents, route="hdf5")
         findings.same(got, mine, "split")
-    findings.settle()
-    assert os.listdir(folder) == []
+    world.comm.Barrier()
+    findings.check(os.listdir(folder) == [], os.listdir(folder))

@@ -1,10 +1,7 @@
 """Checkpoints without MPI: in processes that torch starts itself, over gloo, on the ShardedTensors of torch's tests."""
 
-from __future__ import annotations
-
 import subprocess
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +9,6 @@ from launch import python
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from hpcdist.layout import Box
 from hpcdist.staging.dcp import plan_file
 
 pytestmark = pytest.mark.once
@@ -75,7 +71,7 @@ PROGRAM = """
 """
 
 
-def test_sharded_tensors_of_any_plan_without_mpi(tmp_path: Path) -> None:
+def test_sharded_tensors_of_any_plan_without_mpi(tmp_path):
     """Shards of each plan are saved, and load into those of others; also from the process that async_save starts."""
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
@@ -87,32 +83,13 @@ def test_sharded_tensors_of_any_plan_without_mpi(tmp_path: Path) -> None:
     assert left == {"0.h5", "1.h5", "a.h5"}
 
 
-@pytest.mark.parametrize(
-    ("chunks", "is_whole"),
-    [
-        ([((2, 0), (3, 4)), ((0, 0), (2, 4)), ((5, 0), (0, 4))], True),
-        ([((0, 0), (2, 2)), ((0, 2), (2, 2)), ((2, 0), (3, 4))], True),
-        ([((0, 0), (2, 4))], False),
-        ([((0, 0), (3, 4)), ((1, 0), (2, 4))], False),  # as many elements, but two rows twice
-        ([((0, 0), (2, 4)), ((3, 0), (3, 4))], False),
-    ],
-)
-def test_shards_must_be_the_tensor_once(chunks: list[tuple[tuple[int, int], tuple[int, int]]], is_whole: bool) -> None:
-    """Torch's planner sees to it, but a caller may have another one."""
-    size, properties = torch.Size((5, 4)), TensorProperties(dtype=torch.float32)
-    plans = []
+@pytest.mark.parametrize("chunks", [[((0, 0), (2, 4))], [((0, 0), (3, 4)), ((1, 0), (2, 4))]])
+def test_shards_must_be_the_tensor_once(chunks):
+    """Not a part of it, nor as many elements with two rows twice: torch's planner sees to it, but a caller may have
+    another one."""
+    size, properties, plans = torch.Size((5, 4)), TensorProperties(dtype=torch.float32), []
     for offset, shape in chunks:
         data = TensorWriteData(ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)), properties, size)
         plans.append(SavePlan([WriteItem(MetadataIndex("x", offset), WriteItemType.SHARD, tensor_data=data)]))
-    if is_whole:
-        (dataset,), firsts = plan_file(plans, 32)  # of 2 rows each
-        pieces, first = dataset.pieces, 0
-        assert pieces is not None and pieces.tile()
-        for (offset, shape), mine in zip(chunks, firsts, strict=True):
-            assert [*mine.values()] == [first]
-            while first < len(pieces) and pieces[first].intersect(Box(offset, shape)) == pieces[first]:
-                first += 1
-        assert first == len(pieces)
-    else:
-        with pytest.raises(ValueError, match=r"'x': the shards of the ranks are not the tensor of shape"):
-            plan_file(plans, 32)
+    with pytest.raises(ValueError, match=r"'x': the shards of the ranks are not the tensor of shape"):
+        plan_file(plans, 32)

@@ -1,21 +1,16 @@
 """Where ranks could part, and where a file could say what is not so."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import h5py
 import pytest
 import torch
-from collective import Findings, assert_on_all_ranks
+from collective import assert_on_all_ranks
 from conftest import WRITERS, holds, refused, same
 from safetensors.torch import save_file
 
@@ -28,12 +23,12 @@ pytestmark = pytest.mark.mpi
 X = torch.arange(6).view(3, 2)
 
 
-def last(world: hd.World) -> bool:
+def last(world):
     return world.rank == world.world_size - 1
 
 
 @contextmanager
-def one_file(folder: Path, world: hd.World) -> Iterator[None]:
+def one_file(folder, world):
     """Nothing is left beside the file, and the next save succeeds."""
     yield
     world.comm.Barrier()  # rank 0 removes what there was, each on its own
@@ -42,11 +37,11 @@ def one_file(folder: Path, world: hd.World) -> Iterator[None]:
     same(world, staging.load(folder / "x.h5", dim=None)[:3], X)
 
 
-def test_piecewise_with_a_hole_or_twice_at_one_place(world: hd.World, folder: Path) -> None:
+def test_piecewise_with_a_hole_or_twice_at_one_place(world, folder):
     n, own = 2 * world.world_size, [2 * world.rank, 2 * world.rank + 1]
     for count, extent, places in ((n, n + 1, own), (0, n, []), (n + 1, n, own if world.rank else [0, *own])):
 
-        def write(extent: int = extent, places: list[int] = places) -> None:
+        def write(extent=extent, places=places):
             with staging.open(folder / "x.h5", "w", {"x": ((extent,), torch.int8)}) as file:
                 for place in places:
                     file.write("x", torch.ones(1, dtype=torch.int8), (place,))
@@ -55,7 +50,7 @@ def test_piecewise_with_a_hole_or_twice_at_one_place(world: hd.World, folder: Pa
         holds(world, folder)
 
 
-def test_piecewise_that_raises(world: hd.World, folder: Path) -> None:
+def test_piecewise_that_raises(world, folder):
     """On all ranks, caught: nothing is left, no descriptor leaks, and the file can be written again."""
     staging.save(folder / "x.h5", X)
     before, open_ = (
@@ -69,7 +64,7 @@ def test_piecewise_that_raises(world: hd.World, folder: Path) -> None:
             file.write("x", X[0], (0,))
     assert_on_all_ranks(world.comm, len(os.listdir("/proc/self/fd")) == before)
 
-    def leave_early() -> None:
+    def leave_early():
         with open_():
             if last(world):
                 hd.concat(X)
@@ -80,9 +75,7 @@ def test_piecewise_that_raises(world: hd.World, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("foreign", [False, True])
-def test_a_file_that_is_replaced_while_it_is_opened(
-    foreign: bool, world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_replaced_while_it_is_opened(foreign, world, folder, monkeypatch):
     """Either the old or the new file is read, never one with the other's offsets."""
     module = sys.modules["hpcdist.staging.load"]
     for name, value, first in (("old", 1, "a"), ("new", 2, "b")):
@@ -94,7 +87,7 @@ def test_a_file_that_is_replaced_while_it_is_opened(
     world.comm.Barrier()
     describe = module.describe
 
-    def late(path: str) -> Any:
+    def late(path):
         contents = describe(path)
         monkeypatch.undo()
         os.replace(folder / "new.h5", folder / "old.h5")
@@ -104,7 +97,7 @@ def test_a_file_that_is_replaced_while_it_is_opened(
     same(world, staging.load(folder / "old.h5", "w", dim=None, verify=False), torch.full((50,), 2))
 
 
-def test_names_that_cannot_be_in_one_dict(world: hd.World, folder: Path) -> None:
+def test_names_that_cannot_be_in_one_dict(world, folder):
     """Of files of other tools: refused before anything is read, and each can be loaded by its name."""
     for k, names in enumerate((("a", "a/b"), ("a/b", "a"), ("/a", "a"), ("", "x"), ("x//y", "x/"))):
         path = folder / f"{k}.safetensors"
@@ -118,28 +111,26 @@ def test_names_that_cannot_be_in_one_dict(world: hd.World, folder: Path) -> None
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_progress_that_raises(writer: str, world: hd.World, folder: Path) -> None:
+def test_progress_that_raises(writer, world, folder):
     staging.save(folder / "x.h5", X)
     raising = Mock(side_effect=ZeroDivisionError("no such luck") if last(world) else None)
     for dim in (0, 1):
-        options: dict[str, Any] = {"dim": dim, "progress": raising, "window": 16, "writer": writer}
+        options = {"dim": dim, "progress": raising, "window": 16, "writer": writer}
         with one_file(folder, world):
             text = "progress raised ZeroDivisionError: no such luck"
             refused(world, text, staging.save, folder / "x.h5", X + 1, **options)
 
 
 @pytest.mark.parametrize("path", ["x.h5", "x.safetensors", "piecewise"])
-def test_what_is_lost_with_the_power(
-    path: str, world: hd.World, findings: Findings, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_lost_with_the_power(path, world, findings, folder, monkeypatch):
     """At every prefix of what the ranks do, what was not synced by the rank that wrote it may be gone: the name never
     stands for it, nor do the tables that make the file complete."""
-    steps: list[tuple[float, int, str]] = []  # when, the rank, what
+    steps = []  # when, the rank, what
 
-    def note(place: Any, name: str) -> None:
+    def note(place, name):
         inner = getattr(place, name)
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def noted(*args, **kwargs):
             result = inner(*args, **kwargs)
             about = os.readlink(f"/proc/self/fd/{args[0]}") if name in ("pwrite", "fsync") else str(args[0])
             if about.endswith(".part") or name == "complete":
@@ -159,7 +150,7 @@ def test_what_is_lost_with_the_power(
         staging.save(folder / path, x, writer="posix", window=50_000)
     monkeypatch.undo()
     every = sorted(step for of_rank in world.comm.allgather(steps) for step in of_rank)
-    dirty, lost = set[int](), dict[str, set[int]]()  # ranks with data that may be lost: now; when the file got its name
+    dirty, lost = set(), {}  # ranks with data that may be lost: now; when the file got its name
     for _, rank, done in every:
         if done == "fsync":
             dirty.discard(rank)
@@ -172,7 +163,7 @@ def test_what_is_lost_with_the_power(
     findings.check(not any(lost.values()), f"ranks whose data were not synced: {lost}")
 
 
-def test_a_file_that_is_replaced_while_it_is_read(world: hd.World, findings: Findings, folder: Path) -> None:
+def test_a_file_that_is_replaced_while_it_is_read(world, findings, folder):
     """By the next checkpoint, say: what is open is read to its end, and no part of the new one."""
     path, x, n = folder / "x.h5", torch.zeros(40, 10), 40 * world.world_size
     staging.save(path, x)
@@ -181,7 +172,7 @@ def test_a_file_that_is_replaced_while_it_is_read(world: hd.World, findings: Fin
         staging.save(path, x + 1)
         findings.check(not file.read("data", (n // 2, 0), (n - n // 2, 10)).any(), "the second half")
 
-    def replace(nbytes: int) -> None:
+    def replace(nbytes):
         if world.rank == 0 and (folder / "new.h5").exists():
             os.rename(folder / "new.h5", path)
 
@@ -190,11 +181,11 @@ def test_a_file_that_is_replaced_while_it_is_read(world: hd.World, findings: Fin
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_write_that_fails(again: bool, world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails(again, world, folder, monkeypatch):
     """The program that caught the error may write the box again; if it does not, the box is missing at the end."""
     n = world.world_size
 
-    def close() -> None:
+    def close():
         with staging.open(folder / "x.h5", "w", {"x": ((100, n), torch.int64)}) as file:
             write = partial(file.write, "x", torch.full((100, 1), world.rank), (0, world.rank))
             if last(world):

@@ -1,9 +1,5 @@
 """Parts of a tensor in host memory; the way of GPU memory with everything of CUDA played by the host."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,13 +13,13 @@ from hpcdist.staging import pieces
 class Stream:
     """A stream whose copies are done when an event that was recorded behind them is waited for."""
 
-    def __init__(self) -> None:
-        self.pending: list[tuple[torch.Tensor, torch.Tensor]] = []
+    def __init__(self):
+        self.pending = []
 
-    def record_event(self) -> Any:
+    def record_event(self):
         return mock.Mock(synchronize=self.synchronize)
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         for target, source in self.pending:
             self.copy(target, source)
         self.pending.clear()
@@ -32,17 +28,17 @@ class Stream:
 
 
 @pytest.fixture
-def cuda() -> Iterator[Stream]:
+def cuda():
     """Every tensor claims to be on a GPU, and copies that need not block are late."""
     stream, empty = Stream(), torch.empty
 
-    def late(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    def late(target, source, non_blocking=False):
         if non_blocking:
             stream.pending.append((target, source))
             return target
         return Stream.copy(target, source)
 
-    def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+    def unpinned(*args, pin_memory=False, **kwargs):
         return empty(*args, **kwargs)
 
     with (
@@ -56,11 +52,10 @@ def cuda() -> Iterator[Stream]:
 
 @pytest.mark.parametrize("limit", [1, 5, 100])
 @pytest.mark.parametrize("strided", [False, True])
-def test_from_and_to_gpu_memory(limit: int, strided: bool, cuda: Stream) -> None:
+def test_from_and_to_gpu_memory(limit, strided, cuda):
     whole, memory = whole_of((5, 4), torch.int32), set()
-    x, out = (
-        (whole.t().contiguous().t(), torch.zeros_like(whole.t()).t()) if strided else (whole, whole.clone().zero_())
-    )
+    x = whole.t().contiguous().t() if strided else whole
+    out = torch.zeros_like(x)
     parts = list(layout.boxes(layout.whole(whole.shape), limit))
     for part, got, into in zip(parts, pieces.outgoing(x, parts), pieces.incoming(out, parts), strict=True):
         assert got.tolist() == whole[part.slices()].tolist()  # at the time, and before the next one is asked for

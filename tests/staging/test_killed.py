@@ -5,19 +5,15 @@ moments, which also lie within such calls. One rank is killed, or all at once. W
 the next save.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
 import re
 import textwrap
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from launch import Job, mpirun
+from launch import mpirun
 from settings import ALL
 
 from hpcdist import staging
@@ -26,6 +22,7 @@ from hpcdist.staging import drivers
 
 POINTS = 300 if ALL else 8 if drivers.missing("mpio") is None else 6
 KINDS = 6  # of turns: the writer, the dim and the number of ranks
+ROWS = 1000, 100  # of each rank, by dim
 
 # The ranks save a file; those that are told a call, or a moment, kill themselves there.
 PROGRAM = """
@@ -57,63 +54,58 @@ PROGRAM = """
         }.items():
             for name in names:
                 counted(place, name)
-        turn = said["turn"]
-        x = torch.arange(said["rows"] * 30).view(-1, 30) + 10_000_000 * world.rank + 1_000_000_000 * turn
-        world.comm.Barrier()
-        calls, begin = 0, time.monotonic()
-        if "moment" in said and world.rank in said["victims"]:
-            signal.setitimer(signal.ITIMER_REAL, said["moment"])  # of SIGALRM a process dies, wherever it is
-        writer = "posix" if turn % 3 else "auto"
-        staging.save(said["path"], x, turn % 2, window=1500, writer=writer, resume=said["resume"])
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        print(f"rank {world.rank}: {calls} calls, {time.monotonic() - begin} s ")
+        for turn in said["turns"]:
+            x = torch.arange(said["rows"][turn % 2] * 30).view(-1, 30)
+            x += 10_000_000 * world.rank + 1_000_000_000 * turn
+            world.comm.Barrier()
+            calls, begin = 0, time.monotonic()
+            if "moment" in said and world.rank in said["victims"]:
+                signal.setitimer(signal.ITIMER_REAL, said["moment"])  # of SIGALRM a process dies, wherever it is
+            writer = "posix" if turn % 3 else "auto"
+            staging.save(said["path"], x, turn % 2, window=1500, writer=writer, resume=said["resume"])
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            print(f"turn {turn}, rank {world.rank}: {calls} calls, {time.monotonic() - begin} s ")
 """
 
 
-def ranks(turn: int) -> int:
+def ranks(turn):
     return 2 + turn % KINDS // 3
 
 
-def rows(turn: int) -> int:
-    return 100 if turn % 2 else 1000
+def save(path, *turns, **said):
+    said = {"path": str(path), "turns": turns, "rows": ROWS, "resume": False, **said}
+    return mpirun(ranks(turns[0]), "-c", textwrap.dedent(PROGRAM), json.dumps(said))
 
 
-def save(path: Path, turn: int, **said: Any) -> Job:
-    said = {"path": str(path), "turn": turn, "rows": rows(turn), "resume": False, **said}
-    return mpirun(ranks(turn), "-c", textwrap.dedent(PROGRAM), json.dumps(said))
-
-
-def expected(turn: int) -> torch.Tensor:
-    numbers = torch.arange(rows(turn) * 30).view(-1, 30) + 1_000_000_000 * turn
+def expected(turn):
+    numbers = torch.arange(ROWS[turn % 2] * 30).view(-1, 30) + 1_000_000_000 * turn
     return torch.cat([numbers + 10_000_000 * rank for rank in range(ranks(turn))], turn % 2)
 
 
-def load(path: Path) -> torch.Tensor:
+def load(path):
     with staging.open(path) as file:
         return file.read("data", verify=True)
 
 
-def calibrated(path: Path, turn: int) -> tuple[list[int], float]:
-    """The calls of each rank in a save that nobody disturbs, and the least seconds that one took."""
-    seconds = []
-    for _ in range(2 if ALL else 1):
-        job = save(path, turn)
-        assert job.status == 0, job
-        found = sorted(re.findall(r"rank (\d): (\d+) calls, (\S+) s ", job.out))
-        assert len(found) == ranks(turn)
-        seconds += [float(took) for _, _, took in found]
-    return [int(calls) for _, calls, _ in found], min(seconds)
+def calibrated(path, *turns):
+    """Of saves that nobody disturbs, by turn: the calls of each rank, and the least seconds that one took."""
+    job = save(path, *turns)
+    assert job.status == 0, job
+    found = re.findall(r"turn (\d), rank (\d): (\d+) calls, (\S+) s ", job.out)
+    assert len(found) == len(turns) * ranks(turns[0])
+    of = {turn: sorted(each[1:] for each in found if int(each[0]) == turn) for turn in turns}
+    return {turn: ([int(calls) for _, calls, _ in of[turn]], min(float(s) for *_, s in of[turn])) for turn in turns}
 
 
 @pytest.mark.timeout(3000)
-def test_killed_at_random_points(tmp_path: Path) -> None:
+def test_killed_at_random_points(tmp_path):
     draw, path = random.Random(3), tmp_path / "x.h5"
-    measured = [calibrated(path, turn) for turn in range(KINDS)]
+    measured = calibrated(path, 0, 1, 2) | calibrated(path, 3, 4, 5)
     now, killed = KINDS - 1, 0
     for turn in range(KINDS, KINDS + POINTS):
         (calls, seconds), resume = measured[turn % KINDS], draw.randrange(5) == 0
         victims = [*range(ranks(turn))] if draw.randrange(4) == 0 else [draw.randrange(ranks(turn))]
-        point: dict[str, Any] = {"victims": victims, "resume": resume}
+        point = {"victims": victims, "resume": resume}
         if draw.randrange(2):
             point["call"] = draw.randrange(1, calls[victims[0]] + 1)
         else:

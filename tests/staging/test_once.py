@@ -1,21 +1,16 @@
 """What all ranks want whole: right data on one node and on two, bytes read and sent, damage, refusals."""
 
-from __future__ import annotations
-
 import itertools
 import os
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from functools import partial
+from unittest.mock import Mock
 
 import h5py
-import numpy as np
 import pytest
 import torch
 from cases import DTYPES, whole_of
-from collective import Findings, change_settings
+from collective import change_settings
 from conftest import refused
-from mpi4py import MPI
 
 import hpcdist as hd
 from hpcdist import staging
@@ -30,7 +25,7 @@ LARGE = whole_of((200, 500), torch.int32)
 
 
 @pytest.fixture(params=[1, 2], ids=["one node", "two nodes"])
-def comm(request: pytest.FixtureRequest, world: hd.World, monkeypatch: pytest.MonkeyPatch) -> Iterator[MPI.Intracomm]:
+def comm(request, world, monkeypatch):
     """All ranks, as if they were on one node or on two; of three ranks, the first and the last on the same."""
     change_settings(monkeypatch, world, node_of=tuple(rank % request.param for rank in range(world.world_size)))
     comm = world.comm.Dup()
@@ -39,46 +34,43 @@ def comm(request: pytest.FixtureRequest, world: hd.World, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("verify", [None, True, False])
-def test_values(verify: bool | None, comm: MPI.Intracomm, findings: Findings, world: hd.World, folder: Path) -> None:
+def test_values(verify, comm, findings, world, folder):
     """Whatever is read once, and however small the window; files of other tools, too."""
     tensors = {f"{dtype}": whole_of((5, 3), dtype) for dtype in list(DTYPES)[::3]}
     tensors |= {"large": LARGE, "none": LARGE[:0], "step": torch.tensor(7), "long": whole_of((20_000,), torch.float32)}
-    array = np.arange(60_000).reshape(100, 600)
-    others = {"chunked": torch.from_numpy(array), "big": torch.from_numpy(array).int()}
+    others = {"chunked": torch.arange(60_000).view(100, 600), "big": torch.arange(60_000).int()}
     staging.save(folder / "x.h5", tensors, None, window=100_000)
     if world.rank == 0:
         with h5py.File(folder / "other.h5", "w") as file:
-            file.create_dataset("chunked", data=array, chunks=(30, 30), compression="gzip")
-            file.create_dataset("big", data=array.astype(">i4"))
+            file.create_dataset("chunked", data=others["chunked"], chunks=(30, 30), compression="gzip")
+            file.create_dataset("big", data=others["big"].numpy().astype(">i4"))
     world.comm.Barrier()
-    for name, size in itertools.product(("x", "other"), (100_000, 2**28)):
+    for (name, expected), size in itertools.product({"x": tensors, "other": others}.items(), (100_000, 2**28)):
         options = {"window": size, "verify": verify}
         got = staging.load(folder / f"{name}.h5", dim=None, group=comm, **options)
-        expected = others if name == "other" else tensors
         findings.check(got.keys() == expected.keys(), (name, list(got)))
         for key, x in expected.items():
             findings.same(got[key], x, (name, key, options))
 
 
-def test_other_memory(
-    comm: MPI.Intracomm, findings: Findings, world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_memory(comm, findings, world, folder, monkeypatch):
     """Into `out` with strides on one rank, and in place on the others, within the window; dims by name."""
-    rank, scratches = world.rank, []
-    staging.save(folder / "x.h5", {"a": LARGE, "b": LARGE + 1, "step": torch.tensor(7)}, None, window=30_000)
-    made = Scratch.__init__
+    path, scratches, made = folder / "x.h5", [], Scratch.__init__
+    tensors = {"a": LARGE, "b": LARGE + 1, "step": torch.tensor(7)}
+    staging.save(path, tensors, None, window=30_000)
     monkeypatch.setattr(Scratch, "__init__", lambda self, **how: (scratches.append(self), made(self, **how))[0])
+    step = 1 if world.rank else 2
     for size, verify in itertools.product((5_000, 70_000, 2**20), (None, True)):
-        out = torch.empty((500, 400) if rank == 0 else (500, 200), dtype=LARGE.dtype).t()[:: 2 if rank == 0 else 1]
+        out = torch.empty((500, 200 * step), dtype=LARGE.dtype).t()[::step]
         options = {"window": size, "verify": verify, "group": comm}
-        findings.check(staging.load(folder / "x.h5", "a", dim=None, out=out, **options) is out, "out")
+        findings.check(staging.load(path, "a", dim=None, out=out, **options) is out, "out")
         findings.same(out, LARGE, options)
         held = [sum(x.numel() for x in scratch._held) for scratch in scratches]
         findings.check(held and max(held) <= size, (options, held))
         scratches.clear()
-    mine = LARGE.tensor_split(world.world_size, 1)[rank]
-    got = staging.load(folder / "x.h5", dim={"a": 1, "b": None, "step": None}, group=comm)
-    for name, expected in (("a", mine), ("b", LARGE + 1), ("step", torch.tensor(7))):
+    tensors["a"] = LARGE.tensor_split(world.world_size, 1)[world.rank]
+    got = staging.load(path, dim={"a": 1, "b": None, "step": None}, group=comm)
+    for name, expected in tensors.items():
         findings.same(got[name], expected, name)
 
 
@@ -93,14 +85,7 @@ def test_other_memory(
     ],
     ids=str,
 )
-def test_bytes_read_and_sent(
-    options: dict[str, Any],
-    comm: MPI.Intracomm,
-    findings: Findings,
-    world: hd.World,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_bytes_read_and_sent(options, comm, findings, world, folder, monkeypatch):
     """Counted where they are read and sent, and as explain tells before the call; what is compressed is read once."""
     size, moved = world.world_size, [0, 0]
     team, nodes = world._context.team_of(comm), len(set(world.settings.node_of))
@@ -110,10 +95,10 @@ def test_bytes_read_and_sent(
             file.create_dataset("data", data=LARGE.numpy(), compression="gzip")
     world.comm.Barrier()
 
-    def count(place: Any, name: str, of: int, nbytes: Any) -> None:
+    def count(place, name, of, nbytes):
         inner = getattr(place, name)
 
-        def counted(*args: Any) -> Any:
+        def counted(*args):
             found = inner(*args)
             moved[of] += nbytes(found, *args)
             return found
@@ -124,13 +109,13 @@ def test_bytes_read_and_sent(
     count(TensorReader, "_by_library", 0, lambda found, *_: found.nbytes)
     count(mpi.Mpi, "exchange", 1, lambda found, route, team, sends, *_: sum(x.nbytes for _, x in sends))
     whole = options.get("dim", 0) is None
+    counted = 1 if window.helps(team) else 2  # else each byte comes to a node once, and is passed on there
     for name in ("x.h5", "z.h5")[: 1 + whole]:
         said = hd.plan(staging.load, folder / name, group=comm, **options)
         findings.check(moved == [0, 0], "explain reads and sends nothing")
         staging.load(folder / name, group=comm, **options)
-        sent_too = not window.helps(team)  # else each byte comes to a node once, and is passed on there
-        findings.check([said.file_bytes, said.sent][: 1 + sent_too] == moved[: 1 + sent_too], (name, said, moved))
-        read, sent, received = (comm.allreduce(n) for n in (said.file_bytes, said.sent, said.received))
+        findings.check([said.file_bytes, said.sent][:counted] == moved[:counted], (name, said, moved))
+        read, sent, received = map(comm.allreduce, (said.file_bytes, said.sent, said.received))
         findings.check((said.file_bytes_of_all, said.sent_by_all, sent) == (read, received, received), (name, said))
         if whole:
             once = nodes > 1 or name == "z.h5"
@@ -139,18 +124,12 @@ def test_bytes_read_and_sent(
         moved[:] = 0, 0
 
 
-def test_damage_is_one_error(
-    comm: MPI.Intracomm,
-    findings: Findings,
-    world: hd.World,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_damage_is_one_error(comm, findings, world, folder, monkeypatch):
     """Whichever rank reads the piece, small or large; a cache that is out of date is read again, and is no error."""
-    last, forgotten = world.world_size - 1, list[int]()
-    path, tensors = folder / "x.h5", {"small": LARGE[:2], "large": LARGE}
+    forgotten, path, tensors = [], folder / "x.h5", {"small": LARGE[:2], "large": LARGE}
+    is_last = world.rank == world.world_size - 1
     staging.save(path, tensors, None, window=80_000)
-    load = lambda: staging.load(path, dim=None, group=comm)  # noqa: E731
+    load = partial(staging.load, path, dim=None, group=comm)
     for name, at in (("small", 8), ("large", LARGE.nbytes - 1)):
         with h5py.File(path, locking=False) as file:
             at += file[name].id.get_offset()
@@ -165,9 +144,9 @@ def test_damage_is_one_error(
                 findings.check("is damaged" in str(error), error)
     read_at, forget = plain.read_at, plain.forget
 
-    def stale(fd: int, offset: int, into: memoryview, digest: Any = None) -> None:
+    def stale(fd, offset, into, digest=None):
         read_at(fd, offset, into)
-        if not forgotten and world.rank == last:
+        if not forgotten and is_last:
             into[:] = bytes(len(into))
         if digest is not None:
             digest.update(into)
@@ -177,37 +156,30 @@ def test_damage_is_one_error(
     got = load()
     for name, x in tensors.items():
         findings.same(got[name], x, name)
-    findings.check(bool(forgotten) == (world.rank == last), "read again")
+    findings.check(bool(forgotten) == is_last, "read again")
 
 
-def test_a_rank_that_cannot_read(
-    comm: MPI.Intracomm, findings: Findings, world: hd.World, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_cannot_read(comm, findings, world, folder, monkeypatch):
     """The others go on with it to the end; the callback's own error as well."""
     last = world.world_size - 1
     staging.save(folder / "x.h5", LARGE, None, window=30_000)
-    load = lambda **how: staging.load(folder / "x.h5", dim=None, verify=False, group=comm, **how)  # noqa: E731
-
-    def fail(*args: Any) -> None:
-        if world.rank == last:
-            raise OSError(5, "mine")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(plain, "read_at", fail)
-        refused(world, "mine", load, ranks=[last])
+    load = partial(staging.load, folder / "x.h5", dim=None, verify=False, group=comm)
+    fail = Mock(side_effect=OSError(5, "mine") if world.rank == last else None)
     refused(world, "mine", load, progress=fail, ranks=[last])
     findings.same(load(), LARGE, "afterwards")
+    if world.rank == last:
+        monkeypatch.setattr(plain, "read_at", fail)
+    refused(world, "mine", load, ranks=[last])
 
 
 OUTSIDE = [((1,), (3,)), ((-1,), (1,)), ((0, 0), (1, 1)), ((2**70,), (0,)), ((), ())]
 
 
-def test_wrong_arguments(world: hd.World, folder: Path) -> None:
+def test_wrong_arguments(world, folder):
     staging.save(folder / "x.h5", torch.arange(3), None)
     for wrong, text in (
         *[({"dim": 0, "box": box}, "which is not in shape (3,)") for box in OUTSIDE],
-        *([({"verify": True}, "verify is True, where rank 0 has None")] if world.world_size > 1 else []),
+        *[({"verify": True}, "verify is True, where rank 0 has None")][: world.world_size - 1],
     ):
         odd = "box" in wrong or world.rank == world.world_size - 1
-        options: dict[str, Any] = {"dim": None, **(wrong if odd else {})}
-        refused(world, text, staging.load, folder / "x.h5", **options)
+        refused(world, text, staging.load, folder / "x.h5", **{"dim": None, **(wrong if odd else {})})

@@ -1,11 +1,8 @@
 """Plans made by arithmetic are those that lists of all ranks' boxes would give, and boxes that meet are all found."""
 
-from __future__ import annotations
-
 import itertools
 from importlib import import_module
 from math import prod
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,18 +12,16 @@ from hypothesis import given, settings, strategies as st
 from hpcdist import layout
 from hpcdist.formats import hdf5
 from hpcdist.formats.contents import Dataset, Stored
-from hpcdist.layout import Box, whole
-from hpcdist.layout.box import BoxSequence, Copies, Listed, Shards, summed
-from hpcdist.staging.pieces import PiecePlan, plan_save
+from hpcdist.layout import whole
+from hpcdist.layout.box import Copies, Listed, Shards, summed
+from hpcdist.staging.pieces import plan_save
 
 plan_load = import_module("hpcdist.staging.load").plan_load  # hpcdist.staging.load is the function
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), EXTENTS, FEW, FEW)
-def test_the_plan_of_a_save(
-    data: st.DataObject, extents: list[int], before: tuple[int, ...], after: tuple[int, ...]
-) -> None:
+def test_the_plan_of_a_save(data, extents, before, after):
     shape, size = (*before, sum(extents), *after), len(extents)
     dim = data.draw(st.sampled_from([None, len(before)]))
     window = data.draw(st.integers(1, 300))
@@ -48,15 +43,15 @@ def test_the_plan_of_a_save(
         assert own or np.diff(plan.bounds).tolist() == layout.block(len(pieces), size)
 
 
-def owners_of(bounds: Any) -> list[int]:
+def owners_of(bounds):
     """The owner of each piece."""
     return [rank for rank, (low, end) in enumerate(itertools.pairwise(bounds.tolist())) for _ in range(low, end)]
 
 
-def check_rounds(plan: PiecePlan, pieces: list[Box], owners: list[int]) -> None:
+def check_rounds(plan, pieces, owners):
     """Every piece is in one round, each owner has one in a round at most, and each rank finds those that concern it."""
     size = len(plan.held)
-    done: list[int] = []
+    done = []
     for round_ in plan.rounds:
         found = {rank: row for rank in range(size) if (row := plan.piece(rank, round_)) is not None}
         assert all(owners[row] == owner for owner, row in found.items())
@@ -73,13 +68,13 @@ def check_rounds(plan: PiecePlan, pieces: list[Box], owners: list[int]) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), SHAPES, st.integers(1, 5), st.sampled_from([None, True, False]))
-def test_the_plan_of_a_load(data: st.DataObject, shape: tuple[int, ...], size: int, verify: bool | None) -> None:
+def test_the_plan_of_a_load(data, shape, size, verify):
     """Every rank gets all that it wants, of pieces of the table where these fit."""
     kind, held = (
         data.draw(st.sampled_from(["boxes", "copies", "shards"])),
         st.lists(a_box(shape), min_size=1, max_size=5),
     )
-    wants: BoxSequence = Copies(shape, size)
+    wants = Copies(shape, size)
     if kind == "boxes":
         wants = Listed.of(data.draw(held), shape)
     elif kind == "shards" and shape:

@@ -1,18 +1,14 @@
 """save() and load(): every shape, dim, dtype and writer, against plain indexing, and h5py as the reader of the file."""
 
-from __future__ import annotations
-
 import itertools
 import random
-from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
 import pytest
 import torch
 from cases import DTYPES, EXTENTS, STRIDES, extents_of, part, strides_for, whole_of
-from collective import Findings, assert_on_all_ranks
+from collective import assert_on_all_ranks
 from conftest import WRITERS, same
 from safetensors.torch import load_file, save_file
 
@@ -27,7 +23,7 @@ pytestmark = pytest.mark.mpi
 SMALL = 100  # bytes: a window that divides nothing evenly, so that everything is done in many pieces
 
 
-def by_h5py(path: Path, name: str, dtype: torch.dtype) -> torch.Tensor:
+def by_h5py(path, name, dtype):
     """A tensor of the file, as h5py alone reads it."""
     with h5py.File(path, locking=False) as file:
         array = np.asarray(file[name][()])
@@ -36,7 +32,7 @@ def by_h5py(path: Path, name: str, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("writer", [*WRITERS, "safetensors"])
 @pytest.mark.parametrize("case", EXTENTS)
-def test_every_extent_dim_and_dtype(case: str, writer: str, world: hd.World, findings: Findings, folder: Path) -> None:
+def test_every_extent_dim_and_dtype(case, writer, world, findings, folder):
     """The format's own library reads what is written; of safetensors it also writes what is read."""
     extents, dtypes, path, options = extents_of(case, world.world_size), DTYPES, folder / "x.h5", {"writer": writer}
     if writer == "safetensors":
@@ -66,7 +62,7 @@ def test_every_extent_dim_and_dtype(case: str, writer: str, world: hd.World, fin
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_strides_on_both_sides(writer: str, world: hd.World, findings: Findings, folder: Path) -> None:
+def test_strides_on_both_sides(writer, world, findings, folder):
     extents = extents_of("zero in the middle", world.world_size)
     for dtype, dim in itertools.product((torch.float32, torch.bfloat16, torch.complex64), (0, 1)):
         shape = (sum(extents), 4) if dim == 0 else (4, sum(extents))
@@ -84,17 +80,17 @@ def test_strides_on_both_sides(writer: str, world: hd.World, findings: Findings,
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_names_scalars_whole_tensors_and_attributes(
-    writer: str, world: hd.World, findings: Findings, folder: Path
-) -> None:
-    """Nested names, a dim for each, tensors that all ranks hold whole, and 0-d ones of both kinds; and many."""
+def test_names_scalars_whole_tensors_and_attributes(writer, world, findings, folder):
+    """Nested names, a dim for each, tensors that all ranks hold whole, and 0-d ones of both kinds; and many, which the
+    ranks but the first name in another order."""
     rank, size, path = world.rank, world.world_size, folder / "x.h5"
     bias, step = torch.arange(3.0), torch.tensor(7)
     tensors = {"m": {"l/weight": torch.full((2, rank), rank), "l/bias": bias, "step": step}, "loss": torch.tensor(rank)}
     dims = {"m/l/weight": 1, "m/l/bias": None, "m/step": None, "loss": 0}
     many = {f"many/{i}": torch.full((rank, 2), i) for i in range(300)}
     attrs = {"": {"title": "a run"}, "m/l/weight": {"scale": [1.5, 2.5]}}
-    staging.save(path, tensors | many, dims | dict.fromkeys(many, 0), attrs=attrs, writer=writer)
+    given = dict(reversed((tensors | many).items())) if rank else tensors | many
+    staging.save(path, given, dims | dict.fromkeys(many, 0), attrs=attrs, writer=writer)
     with h5py.File(path, locking=False) as file:
         found = file.attrs["title"], file["m/l/weight"].attrs["scale"].tolist(), file["m/step"][()]
         findings.check(found == (b"a run", [1.5, 2.5], 7), found)
@@ -109,23 +105,21 @@ def test_names_scalars_whole_tensors_and_attributes(
     findings.same(staging.load(path, "m/step"), step, "0-d is given to all")
 
 
-def test_the_table_of_pieces(
-    world: hd.World, findings: Findings, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The table names the pieces, no longer than asked, and the ranks that wrote."""
+def test_the_table_of_pieces(world, findings, folder, monkeypatch):
+    """It names the pieces, no longer than asked, and the ranks that wrote."""
     monkeypatch.setattr(pieces, "PIECE", 64)
     extents = extents_of("ragged", world.world_size)
     whole = whole_of((sum(extents), 3), torch.int64)
     staging.save(folder / "x.h5", part(whole, 0, extents, world.rank), window=400)
     findings.same(by_h5py(folder / "x.h5", "data", torch.int64), whole, "contents")
-    table: Any = describe(str(folder / "x.h5")).tensors["data"].pieces
+    table = describe(str(folder / "x.h5")).tensors["data"].pieces
     sizes = table["shape"].prod(1)
     findings.check(sizes.max() <= 8 and sizes.sum() == whole.numel(), sizes)
     findings.check({*table["rank"].tolist()} == {r for r, extent in enumerate(extents) if extent}, table["rank"])
 
 
 @pytest.mark.parametrize("dim", [0, 1, None])
-def test_a_plan_of_a_save(dim: int | None, world: hd.World, findings: Findings, folder: Path) -> None:
+def test_a_plan_of_a_save(dim, world, findings, folder):
     """Nothing is written until it is called, with any values; what it says adds up."""
     size, path, shared = world.world_size, folder / "x.h5", dim is None
     x = torch.full((4, 6), 0 if shared else world.rank)
@@ -149,11 +143,11 @@ _NAMES = (
 )
 
 
-def _foreign(path: Path, whole: np.ndarray) -> None:
+def _foreign(path, whole):
     """What other tools write: chunked, compressed, big-endian, of another order, with fill values, compact."""
     with h5py.File(path, "w", libver="latest") as file:
 
-        def create(name: str, dtype: Any, shape: tuple[int, ...], data: Any = None, compact: bool = False) -> None:
+        def create(name, dtype, shape, data=None, compact=False):
             how = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
             how.set_layout(h5py.h5d.COMPACT if compact else h5py.h5d.CONTIGUOUS)
             made = h5py.h5d.create(file.id, name.encode(), dtype, h5py.h5s.create_simple(shape), how)
@@ -186,7 +180,7 @@ def _foreign(path: Path, whole: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 1, None])
-def test_files_of_other_tools(dim: int | None, world: hd.World, findings: Findings, folder: Path) -> None:
+def test_files_of_other_tools(dim, world, findings, folder):
     whole = np.arange(110, dtype="i4").reshape(11, 10)
     if world.rank == 0:
         _foreign(folder / "x.h5", whole)
@@ -206,7 +200,7 @@ def test_files_of_other_tools(dim: int | None, world: hd.World, findings: Findin
             findings.same(loaded[name], expected, f"{name} {window}")
 
 
-def test_random_draws(world: hd.World, findings: Findings, folder: Path) -> None:
+def test_random_draws(world, findings, folder):
     """Shapes, dims, windows, and what is loaded, drawn at random, the same on all ranks."""
     draw, size, rank = random.Random(17), world.world_size, world.rank
     for turn in range(10 if size > 3 else 40):
@@ -236,7 +230,7 @@ def test_random_draws(world: hd.World, findings: Findings, folder: Path) -> None
         world.comm.Barrier()
 
 
-def test_a_part_of_the_ranks(world: hd.World, folder: Path) -> None:
+def test_a_part_of_the_ranks(world, folder):
     """A communicator of every second rank saves and loads while the others do so in a file of their own."""
     half = world.comm.Split(world.rank % 2, -world.rank)
     path = folder / f"x{world.rank % 2}.h5"
@@ -247,7 +241,7 @@ def test_a_part_of_the_ranks(world: hd.World, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("writer", ["auto", *WRITERS])
-def test_long_paths(writer: str, world: hd.World, folder: Path) -> None:
+def test_long_paths(writer, world, folder):
     """Open MPI's MPI-IO would end the process: a file with a longer path is written without it. Large tensors begin at
     whole MiB."""
     x = {"a": torch.zeros(3, dtype=torch.int8), "b": torch.ones(140_000, dtype=torch.int64)}
