@@ -1,15 +1,14 @@
-"""Plans of all verbs, against plain indexing: many calls, wrong calls, several plans at once, their end."""
+"""Plans: wrong calls, several at once, their end. That they do what their verb does is in test_property.py."""
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from cases import EXTENTS, STRIDES, extents_of, part, same_bits, strides_for, whole_of
+from cases import extents_of, part, same_bits, whole_of
 from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 from torch import Tensor
 
@@ -55,45 +54,6 @@ class Planned:
         if expected is None or not isinstance(got, Tensor):
             return None if expected is None and got is None else f"{self.verb}: got {got!r}, expected {expected!r}"
         return None if same_bits(got, expected) else f"{self.verb} {self.extents}: wrong values, or {got.shape}"
-
-
-@pytest.mark.parametrize("route", ["auto", "gloo", "hdf5"])
-@pytest.mark.parametrize("verb", VERBS)
-def test_as_the_verb(world: hd.World, verb: str, route: str) -> None:
-    """Ragged and empty parts, any dim, dtype and strides, new memory and out."""
-    findings, size, rank = Findings(world.comm), world.world_size, world.rank
-    few, dtypes = route != "auto", (torch.float32, torch.bfloat16, torch.bool, torch.complex64)
-    cases = ["ragged"] if route == "hdf5" else [case for case in EXTENTS if case != "all zero"]
-    for case, columns, dim, dtype in itertools.product(cases, COLUMNS[: 1 if few else 2], (0, 1), dtypes):
-        extents = extents_of(case, size)
-        shape = (sum(extents), columns) if dim == 0 else (columns, sum(extents))
-        planned = Planned(verb, whole_of(shape, dtype), dim, extents, rank, route=route)
-        for turn, strides in enumerate(list(strides_for(dtype))[: 2 if few else None]):
-            whole = STRIDES[strides](whole_of(shape, dtype, salt=turn))
-            expected = planned.expected(whole)
-            with_out = expected is not None and (turn + len(case)) % 2
-            out = STRIDES["transposed"](torch.zeros_like(expected)) if with_out else None  # type: ignore[arg-type]
-            got = planned.plan(planned.x(whole), out)
-            text = planned.problem(got, whole)
-            findings.check(text is None, f"{case} dim {dim} {dtype} {strides}: {text}")
-            right = got is out if with_out else got is None or got.is_contiguous()
-            findings.check(right, "another tensor than out, or one that is not contiguous")
-        sent, received = (world.comm.allreduce(n) for n in (planned.plan.sent, planned.plan.received))
-        findings.check(sent == received and planned.plan.shape == shape, (sent, received, planned.plan.shape))
-    findings.settle()
-
-
-def test_0d_and_no_elements(world: hd.World) -> None:
-    findings, size, rank = Findings(world.comm), world.world_size, world.rank
-    scalar, numbers = torch.tensor(float(rank)), torch.arange(float(size))
-    findings.same(hd.plan(hd.concat, scalar)(scalar), numbers, "0-d shards are stacked")
-    got = hd.plan(hd.gather, scalar)(scalar)
-    findings.check(got is None if rank else same_bits(got, numbers), got)  # type: ignore[arg-type]
-    copies = hd.plan(hd.redistribute, scalar, hd.Replicate(), hd.Replicate())
-    findings.same(copies(scalar, torch.zeros(())), scalar, "0-d copies")
-    x = torch.ones(2, 0, 1)
-    findings.same(hd.plan(hd.concat, x)(x), torch.ones(2 * size, 0, 1), "no elements")
-    findings.settle()
 
 
 @pytest.mark.parametrize("columns", COLUMNS)

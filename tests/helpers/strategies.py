@@ -129,7 +129,7 @@ class Transfer:
         shape: of the whole; the entry at `dim` is the sum of `extents`, what each rank has.
         counts: what split is told.
         strides: by rank, of the shards; of the whole for split, where the root's counts.
-        told: the ranks other than the root are told the counts, too.
+        told: the ranks other than the root are told the counts, too; the call is planned, and done twice.
         tiny: the limits from which something goes another way are a few bytes.
     """
 
@@ -200,7 +200,6 @@ class Cut:
     grid: tuple[int, ...]
     dims: tuple[int | None, ...]
     rules: str | tuple[Rule, ...] | None
-    order: str = "row"
     held: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def layout(self) -> hd.layout.Layout:
@@ -210,14 +209,14 @@ class Cut:
             (dim,) = self.dims
             assert dim is not None
             return hd.Split(dim, self.rules[0] if isinstance(self.rules, tuple) else self.rules)
-        return hd.Block(self.grid, self.dims, self.rules, self.order)
+        return hd.Block(self.grid, self.dims, self.rules)
 
     def slices(self, shape: tuple[int, ...]) -> list[Slices]:
         """The part of each rank."""
         rules = self.rules if isinstance(self.rules, tuple) else (self.rules,) * len(self.grid)
         held, found = dict(self.held), []
         for rank in range(prod(self.grid)):
-            at = np.unravel_index(rank, self.grid, "C" if self.order == "row" else "F") if self.grid else ()
+            at = np.unravel_index(rank, self.grid) if self.grid else ()
             index = [np.arange(extent) for extent in shape]
             for axis, dim in enumerate(self.dims):
                 if dim is not None and not held:
@@ -270,7 +269,6 @@ def cuts(draw: Draw, shape: tuple[int, ...], size: int, source: bool) -> Cut:
     else:
         grid = draw(_among(*_grids(size)))
         dims = tuple(None if every is None or _one_in(draw, 4) else draw(every) for _ in grid)
-    order = draw(_among("row", "column")) if kind == "Block" else "row"
     rules = draw(_among(None, "block", "chunk", "each", "each"))
     cut = [None if dim is None else dim % ndim for dim in dims]
     if rules == "each":
@@ -285,7 +283,7 @@ def cuts(draw: Draw, shape: tuple[int, ...], size: int, source: bool) -> Cut:
     if source and rules is None:
         places = {dim: prod(n for n, d in zip(grid, cut, strict=True) if d == dim) for dim in cut if dim is not None}
         held = tuple((dim, _counts(draw, shape[dim], parts)) for dim, parts in places.items())
-    return Cut(kind, grid, dims, rules, order, held)
+    return Cut(kind, grid, dims, rules, held)
 
 
 def _boxed(draw: Draw, shape: tuple[int, ...], size: int) -> Boxed:
