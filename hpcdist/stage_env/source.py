@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple, NoReturn
 
@@ -28,8 +27,6 @@ _THREADS = 16  # a shared file system answers each request late, but many at onc
 _BATCH, _AHEAD = 64, 2**18  # files whose first bytes are read ahead of their turn, and how many bytes
 _CHUNK = 2**20  # bytes that are read at once
 _KINDS = {stat.S_IFREG: tarfile.REGTYPE, stat.S_IFDIR: tarfile.DIRTYPE, stat.S_IFLNK: tarfile.SYMTYPE}
-_LINE = 127  # bytes of a #! line that every system takes
-_PROGRAM = re.compile(rb"#![ \t]*(/[^\s]+)[ \t]*([^\r\n]*)")
 
 
 @dataclass(frozen=True)
@@ -210,28 +207,9 @@ def relocation(moved: dict[str, str]) -> Callable[[bytes], bytes]:
     either = b"|".join(map(re.escape, sorted(new, key=len, reverse=True)))
     # A path that continues before or after it is another one: /env2 is not /env. But -I/env/include names it.
     pattern = re.compile(rb"(?:(?<![\w.+-])|(?<=-[BFILR]))(?:" + either + rb")(?![\w.+-])")
-    replaced = partial(pattern.sub, lambda match: new[match[0]])
 
     def corrected(data: bytes) -> bytes:
-        if not new or b"\0" in data or not pattern.search(data):
-            return data
-        first = _PROGRAM.match(data)
-        if first is not None and pattern.match(first[1]):
-            return _started(replaced(first[1]), first[2].rstrip()) + replaced(data[first.end() :])
-        return replaced(data)
+        unchanged = not new or b"\0" in data or not pattern.search(data)
+        return data if unchanged else pattern.sub(lambda match: new[match[0]], data)
 
     return corrected
-
-
-def _started(program: bytes, argument: bytes) -> bytes:
-    """Return the #! line for a program, without its end. If it is too long or the path has a blank, Python gets the
-    lines that pip writes, which both sh and Python read. Another program gets a line that finds it by PATH, as conda
-    does."""
-    line = b"#!" + b" ".join(filter(None, (program, argument)))
-    if len(line) < _LINE and not re.search(rb"\s", program):
-        return line
-    name = program.rpartition(b"/")[2]
-    if name.startswith((b"python", b"pypy")):
-        words = b" ".join(filter(None, (b'"' + program + b'"', argument, b'"$0" "$@"')))
-        return b"#!/bin/sh\n'''exec' " + words + b"\n' '''"
-    return b" ".join(filter(None, (b"#!/usr/bin/env", b"-S" if argument else b"", name, argument)))

@@ -1,12 +1,9 @@
 """What is read of folders, with which links, and what is corrected in the copy."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from launch import DEADLINE
 
 from hpcdist.errors import FileError
 from hpcdist.stage_env import source as source_
@@ -108,32 +105,11 @@ def _corrected(text, old, new):
     return relocation({old: new})(text.encode()).decode()
 
 
-@pytest.mark.parametrize("folder", ["with blank", "long" * 60])
-@pytest.mark.parametrize(
-    "first",
-    ["#!{}/bin/python3 -I", "#! {}/bin/python3.13", "#!/bin/sh\n'''exec' \"{}/bin/python3\" \"$0\" \"$@\"\n' '''"],
-)
-def test_scripts_start_from_any_path(first, folder, tmp_path):
-    """The system takes no #! line with a blank in the program's path, or one that is long."""
-    new = tmp_path / folder
-    (new / "bin").mkdir(parents=True)
-    for name in ("python3", "python3.13"):
-        (new / "bin" / name).symlink_to(sys.executable)
-    script = tmp_path / "tool"
-    script.write_text(
-        _corrected(f"{first.format('/old')}\nimport sys; print(sys.argv[1:], sys.flags.isolated)\n", "/old", str(new))
-    )
-    script.chmod(0o755)
-    done = subprocess.run([script, "a b", "c"], capture_output=True, text=True, timeout=DEADLINE)
-    assert (done.stdout, done.stderr) == (f"['a b', 'c'] {int('-I' in first)}\n", "")
-
-
-def test_lines_that_the_system_takes_stay_as_they_are():
+def test_first_lines_of_scripts_are_corrected():
     assert _corrected("#!/old/bin/python -s\nx\n", "/old", "/new") == "#!/new/bin/python -s\nx\n"
     assert _corrected("#!/bin/sh\ncd /old\n", "/old", "/new env") == "#!/bin/sh\ncd /new env\n"
-    assert _corrected("#!/old/bin/perl -w\nx\n", "/old", "/new env") == "#!/usr/bin/env -S perl -w\nx\n"
-    assert _corrected("#!/old/bin/bash\n/old/x\n", "/old", "/new env") == "#!/usr/bin/env bash\n/new env/x\n"
-    assert _corrected("#!/old/bin/bash", "/old", "/new env") == "#!/usr/bin/env bash"
+    pip = "#!/bin/sh\n'''exec' \"{}/bin/python3\" \"$0\" \"$@\"\n' '''\n"
+    assert _corrected(pip.format("/old"), "/old", "/new env") == pip.format("/new env")
 
 
 def test_options_of_compilers_are_corrected():
