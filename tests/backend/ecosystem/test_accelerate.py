@@ -1,4 +1,4 @@
-"""accelerate on ranks that MPI started: after hd.init() it finds the process group, and uses it as it is."""
+"""accelerate on ranks that MPI started: after hd.init() it finds the process group. tests/clients trains with it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, utils
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from collective import Findings
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from training import batches, check_close, check_same_on_all_ranks, mlp, mse
 
 import hpcdist as hd
 
@@ -35,36 +33,6 @@ def _nothing_is_left() -> Iterator[None]:
 def _accelerator(**kwargs: object) -> Accelerator:
     """Without GPUs: cpu=True says so, without which it takes every rank for a job of its own."""
     return Accelerator(cpu=True, **kwargs)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("every", [1, 3], ids=["each step", "accumulated"])
-def test_training_equals_that_of_one_process(world: hd.World, every: int) -> None:
-    """prepare() shards the loader and wraps the model; every rank has the same number of batches."""
-    findings, size = Findings(world.comm), world.world_size
-    accelerator = _accelerator(gradient_accumulation_steps=every)
-    x, y = batches(1, 12 * size)[0]
-    model, optimizer, loader = (alone := mlp()), torch.optim.Adam(alone.parameters(), 0.01), []
-    for first in range(0, 12 * size, 2 * size * every):
-        optimizer.zero_grad()
-        mse(alone, (x[first : first + 2 * size * every], y[first : first + 2 * size * every])).backward()
-        optimizer.step()
-    own = mlp(seed=world.rank)
-    model, optimizer, loader = accelerator.prepare(
-        own, torch.optim.Adam(own.parameters(), 0.01), DataLoader(TensorDataset(x, y), batch_size=2)
-    )
-    if size > 1:
-        findings.check(isinstance(model, nn.parallel.DistributedDataParallel), f"a {type(model).__name__}")
-        with torch.no_grad():
-            for p, q in zip(own.parameters(), mlp().parameters(), strict=True):  # DDP took rank 0's, seed 0
-                findings.same(p.detach(), q.detach(), "weights that DDP gave to all")
-    for batch in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(mse(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()
-    check_close(findings, own.parameters(), alone.parameters(), "parameters", 1e-10)
-    check_same_on_all_ranks(findings, world.comm, list(own.parameters()), "parameters")
-    findings.settle()
 
 
 @pytest.mark.parametrize("samples", [1, 13])
