@@ -33,6 +33,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hpcdist.activity.procstat import started
 from hpcdist.errors import FileError, coded, reason
 
 T = TypeVar("T")
@@ -393,11 +394,8 @@ def _system() -> str:
 
 
 def _started(pid: int) -> str:
-    """A digest of when a process started, which its number alone does not identify; zeros if it does not exist."""
-    try:
-        return _digest(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:
-        return "0" * 8
+    """A digest of when a process started, which its number alone does not identify; of 0 if it does not exist."""
+    return _digest(str(started(pid)))
 
 
 def _left(target: Path) -> list[Path]:

@@ -214,6 +214,10 @@ def _save_later(team: Team, given: dict[str, Any], buffer: Any) -> Handle[None]:
     return flight.handle
 
 
+Shards = dict[str, tuple[torch.dtype, int | None, tuple[int, ...]]]
+_Arguments = tuple[dict[str, Any], Shards]
+
+
 @dataclass(frozen=True)
 class SaveCall:
     """A call of save(), checked on this rank.
@@ -227,7 +231,7 @@ class SaveCall:
     """
 
     tensors: Mapping[str, Tensor]
-    shards: dict[str, tuple[torch.dtype, int | None, tuple[int, ...]]]
+    shards: Shards
     same: dict[str, Any]
     attrs: Mapping[str, Mapping[str, Any]]
     options: SaveOptions
@@ -303,9 +307,12 @@ def _save(team: Team, check: Callable[[], SaveCall]) -> None:
 def _plan(team: Team, call: SaveCall) -> tuple[list[Dataset], list[PiecePlan]]:
     """The tensors of the file and how each is written. Collective; the same on all ranks but for the attributes."""
     key = call.same, [(name, dtype, dim, _others(shape, dim)) for name, (dtype, dim, shape) in call.shards.items()]
-    shards, extents = objects.same(
-        team.comm, VERB, key, (call.same, call.shards), _difference, lambda first: _extents(call, first[1])
-    )
+
+    def extents_of(first: _Arguments) -> list[int]:
+        """For each tensor, in rank 0's order, the extent of this rank's shard along its dim; 0 without one."""
+        return [0 if dim is None else call.shards[name][2][dim] for name, (_, dim, _) in first[1].items()]
+
+    shards, extents = objects.same(team.comm, VERB, key, (call.same, call.shards), _difference, extents_of)
     same, datasets, plans = call.same, list[Dataset](), list[PiecePlan]()
     try:
         for (name, (dtype, dim, shape)), along in zip(shards[1].items(), extents.T, strict=True):
@@ -318,14 +325,6 @@ def _plan(team: Team, call: SaveCall) -> tuple[list[Dataset], list[PiecePlan]]:
     except ArgumentError as error:
         objects.raise_problems(VERB, {0: coded("HD418", f"{name!r} {error}")})
     return datasets, plans
-
-
-def _extents(call: SaveCall, first: Mapping[str, tuple[torch.dtype, int | None, tuple[int, ...]]]) -> list[int]:
-    """For each tensor, in rank 0's order, the extent of this rank's shard along its dim; 0 without one."""
-    return [0 if dim is None else call.shards[name][2][dim] for name, (_, dim, _) in first.items()]
-
-
-_Arguments = tuple[dict[str, Any], dict[str, tuple[torch.dtype, int | None, tuple[int, ...]]]]
 
 
 def _difference(first: _Arguments, other: _Arguments) -> str | None:
