@@ -255,16 +255,15 @@ def _png(path: Path, title: str, groups: list[Group]) -> str:
     figure.suptitle(title, fontsize=9)
     panels = figure.subplots(len(groups), squeeze=False, height_ratios=[1 + len(bars) for _, bars in groups])
     for panel, (case, bars) in zip(panels[:, 0], groups, strict=True):
+        labels, colours, timings, texts = zip(*bars, strict=True)
+        low, medians, high = np.array([[x.low, x.median, x.high] for x in (t.seconds for t in timings)]).T
+        drawn = panel.barh(
+            range(len(bars)), medians, color=colours, tick_label=labels, xerr=[medians - low, high - medians]
+        )
+        panel.bar_label(drawn, texts, padding=3, fontsize=8)
         panel.set_title(case[:90], fontsize=8, loc="left")
+        panel.set(xticks=[], frame_on=False, xmargin=0.3)
         panel.invert_yaxis()
-        panel.set_axis_off()
-        most = max(timing.seconds.high for _, _, timing, _ in bars)
-        for row, (label, colour, timing, text) in enumerate(bars):
-            panel.barh(row, timing.seconds.median / most, color=colour)
-            panel.hlines(row, timing.seconds.low / most, timing.seconds.high / most, color="black", linewidth=0.8)
-            panel.text(timing.seconds.high / most + 0.02, row, text, va="center", fontsize=8)
-            panel.text(-0.02, row, label, va="center", ha="right", fontsize=8)
-        panel.set_xlim(-0.3, 1.3)
     with write_errors(path):
         figure.savefig(path, dpi=150)
     return str(path)

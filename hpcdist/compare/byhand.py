@@ -7,7 +7,7 @@ program must.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ VERBS = {"concat": concat, "gather": gather, "split": split, "redistribute": red
 # Those that gloo carries
 _NAMES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES}
-_MPI = {"concat": "Allgatherv", "gather": "Gatherv", "split": "Scatterv", "redistribute": "Alltoallv"}
+_MPI = {"concat": "allgather", "gather": "gather", "split": "scatter", "redistribute": "alltoall"}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Copies = list[tuple[Tensor, Tensor]]  # (to, of)
 
@@ -126,6 +126,13 @@ class Case:
         options = {"counts": self.rows} if self.verb == "split" and self.rank == 0 else {}
         return VERBS[self.verb], (self.x, *layouts), options
 
+    def cloned(self, x: Any) -> list[Tensor] | None:
+        """Return the parts of x that go to the ranks, in memory of their own."""
+        if x is None:
+            return None
+        parts = x.split(self.rows) if self.verb == "split" else x.tensor_split(self.comm.size, 1)
+        return [part.clone() for part in parts]
+
     def mine(self, parts: list[Any] | None) -> Tensor | None:
         """Return this rank's result from the shards of all ranks."""
         if parts is None:
@@ -147,6 +154,12 @@ def _message(x: Tensor | None, counts: Sequence[int] | None = None) -> Any:
     return buffer if counts is None else [buffer, counts]
 
 
+def _call(case: Case, kind: str = "") -> Callable[..., Any]:
+    """Return the call of mpi4py that pickles, or (kind "v") the one for memory of different sizes."""
+    name = _MPI[case.verb]
+    return getattr(case.comm, f"{name.capitalize()}v" if kind else name)  # type: ignore[no-any-return]
+
+
 def _on_host(case: Case) -> Any:
     return None if case.x is None else case.x.cpu()
 
@@ -164,10 +177,9 @@ def ours(case: Case, **options: Any) -> Any:
 
 def preallocated(case: Case) -> Any:
     """mpi4py as in its tutorial for arrays: into preallocated memory, counts known. redistribute packs the columns."""
-    move: Callable[..., object] = getattr(case.comm, _MPI[case.verb])
     for to, of in case.packs:
         to.copy_(of)
-    move(case.send, case.recv)
+    _call(case, "v")(case.send, case.recv)
     for to, of in case.unpacks:
         to.copy_(of)
     return case.out
@@ -175,33 +187,21 @@ def preallocated(case: Case) -> Any:
 
 def exchanged(case: Case) -> Any:
     """mpi4py, into a new tensor each time; the counts are exchanged first, with the lower-case call."""
-    comm, width, x = case.comm, prod(case.rest), _on_host(case)
-    out: Any = None
-    new = partial(torch.empty, dtype=case.dtype, device="cpu")
-    if case.verb == "split":
-        mine = comm.scatter(None if x is None else case.rows)
-        out = new(mine, *case.rest)
-        comm.Scatterv(_message(x, [rows * width for rows in case.rows]), _message(out))
-    else:
-        small, large = (comm.gather, comm.Gatherv) if case.verb == "gather" else (comm.allgather, comm.Allgatherv)
-        counts = small(len(case.x)) or []
-        if counts:
-            out = new(sum(counts), *case.rest)
-        large(_message(x), _message(out, [rows * width for rows in counts]))
+    width, x, splits = prod(case.rest), _on_host(case), case.verb == "split"
+    rows: Any = _call(case)(case.rows if splits else len(case.x))  # of this rank, or of all; None but on the root
+    numbers = [rows] if splits else rows or []
+    out = None if rows is None else torch.empty(sum(numbers), *case.rest, dtype=case.dtype, device="cpu")
+    counts = [n * width for n in (case.rows if splits else numbers)]
+    _call(case, "v")(_message(x, counts if splits else None), _message(out, None if splits else counts))
     return None if out is None else out.to(case.device)
 
 
 def pickled(case: Case) -> Any:
     """mpi4py's lower-case calls, which pickle tensors; parts are cloned: torch would pickle the whole with each."""
-    comm, x = case.comm, _on_host(case)
-    parts: Any
-    if case.verb == "split":
-        return comm.scatter(None if x is None else [part.clone() for part in x.split(case.rows)]).to(case.device)
-    if case.verb == "redistribute":
-        parts = comm.alltoall([part.clone() for part in x.tensor_split(comm.size, 1)])
-    else:
-        parts = comm.gather(x) if case.verb == "gather" else comm.allgather(x)
-    return None if parts is None else torch.cat(parts).to(case.device)
+    x = _on_host(case)
+    found = _call(case)(x if case.verb in ("concat", "gather") else case.cloned(x))
+    whole = torch.cat(found) if isinstance(found, list) else found
+    return None if whole is None else whole.to(case.device)
 
 
 def padded(case: Case) -> Any:
@@ -252,14 +252,13 @@ def objects(case: Case) -> Any:
     """all_gather_object and its kin: torch pickles, pads and unpickles; as in detectron2 and many evaluation loops."""
     parts: list[Any] = [None] * case.comm.size
     if case.verb == "split":
-        given = None if case.x is None else [part.clone() for part in case.x.split(case.rows)]
-        dist.scatter_object_list(mine := parts[:1], given, 0, group=case.group)
+        dist.scatter_object_list(mine := parts[:1], case.cloned(case.x), 0, group=case.group)
         return mine[0].to(case.device)
     if case.verb == "gather":
         dist.gather_object(case.x, parts if case.rank == 0 else None, 0, group=case.group)
-        return case.mine(parts if case.rank == 0 else None)
-    dist.all_gather_object(parts, case.x, group=case.group)
-    return case.mine(parts)
+    else:
+        dist.all_gather_object(parts, case.x, group=case.group)
+    return case.mine(parts if case.verb != "gather" or case.rank == 0 else None)
 
 
 def _no_rows(case: Case) -> str | None:
