@@ -63,6 +63,20 @@ def test_the_rule_of_the_largest_total_and_then_skew_is_taken() -> None:
 
 
 @pytest.mark.once
+def test_a_ring_of_many_ranks_needs_data_for_its_steps() -> None:
+    """16 nodes x 64 ranks: even calls from 128 KiB per rank on, skewed ones from 1 MB. Two nodes take windows."""
+    many, two = Rules(Place(16, 64), 1024, None), Rules(Place(2, 4), 8, None)
+    for rules, total, largest, expected in [
+        (many, 2**26, 2**16, "mpi"),
+        (many, 2**27, 2**17, "ring"),
+        (many, 2**20, 2**19, "ring"),
+        (two, 2**20, 2**17, "window"),
+        (two, 2**20 - 1, 2**17, "mpi"),
+    ]:
+        assert rules.choose("allgatherv", total, largest).algorithm == expected, (total, largest)
+
+
+@pytest.mark.once
 def test_rules_of_other_places_do_not_apply() -> None:
     tuned = Tuned("file", {Place(2, 4): RULES}, {})
     assert Rules(Place(1, 8), 8, tuned).choose("allgatherv", 100, 50) == Rules(Place(1, 8), 8, None).choose(
