@@ -17,13 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import forks
 import pytest
 import torch
 from collective import failures_elsewhere
-from halves import half_of
 from launch import slowness
-from settings import HALF
 
 import hpcdist
 from hpcdist.control import objects
@@ -41,7 +38,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Only rank 0 prints; what the others have to say is in build/test-logs."""
     global _comm
     if not config.getoption("--with-mpi"):
-        os.environ[forks.OWNER] = str(os.getpid())  # no job is left running by a deadline that ends this process
         return
     from mpi4py import MPI
 
@@ -57,8 +53,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     size = 0 if _comm is None else _comm.size
     asked = "cluster" in config.getoption("markexpr")
     kept = [item for item in items if _can_run(item, size) and (asked or not item.get_closest_marker("cluster"))]
-    if half := os.environ.get(HALF):
-        kept = half_of(kept, int(half))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
 

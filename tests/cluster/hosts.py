@@ -34,7 +34,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from launch import DEADLINE, Job, communicate, python as forked
+from launch import DEADLINE, Job, communicate
 
 from hpcdist.comm.launcher import without_launcher
 
@@ -91,7 +91,6 @@ class Started:
 
     process: subprocess.Popen[str]
     mark: str  # is in the environment of all that it starts, as _MARK
-    networks: frozenset[str]  # of the hosts: a fork has the environment of its server in /proc
 
     def wait(self, deadline: float = DEADLINE) -> Job:
         """How it ended; an AssertionError if it has not within `deadline` seconds, or more on a busy machine, after it
@@ -107,11 +106,7 @@ class Started:
     def pids(self) -> list[int]:
         """What is left of it on all hosts: none, if it has ended well."""
         mark = f"{_MARK}={self.mark}".encode()
-        return [pid for pid in _processes() if mark in _read(pid, "environ").split(b"\0") or self._forked(pid)]
-
-    def _forked(self, pid: int) -> bool:
-        """Whether it is a fork that runs on one of the hosts."""
-        return b"forkserver.py" in _read(pid, "cmdline") and _network(pid) in self.networks
+        return [pid for pid in _processes() if mark in _read(pid, "environ").split(b"\0")]
 
     def kill(self) -> None:
         """End it, and all that it has started."""
@@ -193,7 +188,7 @@ class Hosts:
             errors="replace",
             start_new_session=True,
         )
-        return Started(process, mark, frozenset(_network(holder.pid) for holder in self._holders.values()))
+        return Started(process, mark)
 
     def run(
         self,
@@ -228,8 +223,7 @@ class Hosts:
         env: Mapping[str, str] | None = None,
         python: str | Path | None = None,
     ) -> Started:
-        """As :meth:`mpirun`, which goes on meanwhile; with this Python's MPI, whichever `python` runs. Without it the
-        ranks are forks that have imported torch, see helpers/forkserver.py."""
+        """As :meth:`mpirun`, which goes on meanwhile; with this Python's MPI, whichever `python` runs."""
         own = Path(sys.executable).with_name("mpirun")
         mpirun = str(own) if own.exists() else str(shutil.which("mpirun"))
         machines = {}
@@ -243,7 +237,7 @@ class Hosts:
             "HYDRA_HOST_FILE": str(machines[":"]),
         }
         args = ("-c", textwrap.dedent(code)) if code else args
-        command = [mpirun, "-n", str(sum(ranks)), *([python] if python else forked()), *args]
+        command = [mpirun, "-n", str(sum(ranks)), python or sys.executable, *args]
         return self.start(self.names[0], command, cwd, {**self.mpi_environment(), **files, **(env or {})})
 
     def mpi_environment(self) -> dict[str, str]:
@@ -372,14 +366,6 @@ def _read(pid: int, what: str) -> bytes:
         return Path(f"/proc/{pid}/{what}").read_bytes()
     except OSError:
         return b""
-
-
-def _network(pid: int) -> str:
-    """The namespace; nothing, if it is gone."""
-    try:
-        return os.readlink(f"/proc/{pid}/ns/net")
-    except OSError:
-        return ""
 
 
 def _kill(pids: Sequence[int]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from launch import python, slowness
+from launch import slowness
 from slurm import GPUS, Ended, Slurm
 
 from hpcdist.jobscript import Shape, write
@@ -55,8 +55,8 @@ def _environment(slurm: Slurm, launcher: str, bin_: Path = OPENMPI) -> dict[str,
 
 
 def _path(bin_: Path) -> str:
-    """As an environment that is activated sets it; its python has imported torch already."""
-    return f"{python(str(bin_ / 'python'))[-1]}:{bin_}:{os.environ['PATH']}"
+    """As an environment that is activated sets it."""
+    return f"{bin_}:{os.environ['PATH']}"
 
 
 def _run(

@@ -36,6 +36,9 @@ ENV = {
     # So each session has a copy of its own. DeepSpeed looks for ninja.
     "TORCH_EXTENSIONS_DIR": str(_folder / "extensions"),
     "PATH": f"{os.environ['PATH']}:{Path(sys.executable).parent}",
+    "HF_HUB_OFFLINE": "1",
+    "DS_ACCELERATOR": "cpu",
+    "TOKENIZERS_PARALLELISM": "false",
 }
 shutil.copytree(Path(sys.prefix) / "extensions", ENV["TORCH_EXTENSIONS_DIR"])
 

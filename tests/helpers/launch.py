@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import forks
@@ -74,10 +76,12 @@ def commands(
         return [Job(status, out, err) for status, (out, err) in zip(statuses, said, strict=True)]
 
 
+@cache
 def python(executable: str = sys.executable) -> list[str]:
-    """The words before a program's arguments: as `executable`, but torch is imported already: see forks.py. The last
-    of them is a folder with a command ``python`` that does the same."""
-    return forks.serve(executable, {**without_launcher(os.environ), "OMP_NUM_THREADS": "1"})
+    """The words before a program's arguments: as `executable`, but torch is imported already: see forks.py."""
+    folder = tempfile.mkdtemp(prefix="hpcdist-fork-", dir="/var/tmp")  # which all hosts share
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return forks.python(executable, folder, {**without_launcher(os.environ), "OMP_NUM_THREADS": "1"})
 
 
 def launcher(np: int) -> list[str]:

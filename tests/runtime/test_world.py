@@ -405,8 +405,7 @@ def test_torchrun_for_real(tmp_path: Path) -> None:
         dist.destroy_process_group()
     """
     program.write_text(textwrap.dedent(code))
-    words = [*python(), "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program)]
-    done = run(words, env={"PYTHON_EXEC": f"{python()[-1]}/python"})
+    done = run([*python(), "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program)])
     assert done.status == 0, done.err
     assert done.out.count("alone in its MPI world, but WORLD_SIZE=2: torchrun") == 2
     assert done.out.count("torch.distributed was started before hpcdist.init() with 2 ranks, where MPI has 1.") == 2
