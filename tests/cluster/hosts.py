@@ -34,7 +34,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from launch import DEADLINE, Job, communicate
+from launch import DEADLINE, Job, communicate, python as forked
 
 from hpcdist.comm.launcher import without_launcher
 
@@ -237,7 +237,7 @@ class Hosts:
             "HYDRA_HOST_FILE": str(machines[":"]),
         }
         args = ("-c", textwrap.dedent(code)) if code else args
-        command = [mpirun, "-n", str(sum(ranks)), python or sys.executable, *args]
+        command = [mpirun, "-n", str(sum(ranks)), *([python] if python else forked()), *args]
         return self.start(self.names[0], command, cwd, {**self.mpi_environment(), **files, **(env or {})})
 
     def mpi_environment(self) -> dict[str, str]:

@@ -2,8 +2,8 @@
 
 :func:`python` starts two servers, which import torch once. ``forks.py run FOLDER ARGUMENTS`` then stands for ``python
 ARGUMENTS``. It hands over its descriptors, variables and folder, and ends as the fork ends. If it is killed, so is the
-fork. A process with other variables that imports read, of another user, or on a host of cluster/hosts.py runs as a true
-Python.
+fork. On a host of cluster/hosts.py the fork enters its namespaces. A process with other variables that imports read, or
+of another user, runs as a true Python.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from collections.abc import Mapping
 
 READ_BY_IMPORTS = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG", "OMP_", "MKL_", "TORCH_DISTRIBUTED")
 SPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
+ENTERED = {"ipc": 0x08000000, "mnt": 0x00020000, "net": 0x40000000, "uts": 0x04000000}  # of cluster/hosts.py
 PRELOADED = (
     *("torch._dynamo", "torch.distributed._functional_collectives", "torch.distributed.checkpoint"),
     *("torch.nn.parallel.distributed", "numpy", "h5py", "tqdm"),
     *("accelerate", "datasets", "lightning", "torchmetrics", "transformers.trainer"),  # where tests/clients run
 )
 servers: list[object] = []
+HERE = os.path.dirname(os.path.realpath(__file__))
 HIGH = 512  # descriptors from here on are free while those of the caller take their places
 
 
@@ -86,15 +88,18 @@ def keep(connection: socket.socket) -> list[str]:
         head, fds, _, _ = socket.recv_fds(connection, 8, 253)
         with connection.makefile("rb") as stream:
             arguments, environ, places, cwd = json.loads(stream.read(int.from_bytes(head, "little")))
-        spaces = [[os.readlink(f"/proc/{pid}/ns/{space}") for space in SPACES] for pid in ("self", caller)]
+        here, there = ([os.readlink(f"/proc/{pid}/ns/{space}") for space in SPACES] for pid in ("self", caller))
+        host = os.pidfd_open(caller)
     except (OSError, ValueError):  # it was killed meanwhile
         os._exit(0)
-    read = [sorted(i for i in of.items() if i[0].startswith(READ_BY_IMPORTS)) for of in (STARTED_WITH, environ)]
-    if uid != os.getuid() or spaces[0] != spaces[1] or read[0] != read[1]:
+    other = {space for space, mine, its in zip(SPACES, here, there, strict=True) if mine != its}
+    if uid != os.getuid() or decisive(STARTED_WITH) != decisive(environ) or not other <= ENTERED.keys():
         connection.sendall(bytes(8))  # the caller starts a true Python
         os._exit(0)
     child = os.fork()
     if child == 0:
+        if other and ctypes.CDLL(None).setns(host, sum(ENTERED[space] for space in other)):
+            raise OSError("setns")
         take_over(caller, environ, fds, places, cwd)
         return list(arguments)
     connection.sendall(child.to_bytes(8, "little"))
@@ -107,6 +112,12 @@ def keep(connection: socket.socket) -> list[str]:
     with contextlib.suppress(ConnectionError):
         connection.sendall(status.to_bytes(8, "little"))
     os._exit(0)
+
+
+def decisive(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with which imports might go otherwise; this folder is no reason."""
+    read = {name: value for name, value in environ.items() if name.startswith(READ_BY_IMPORTS)}
+    return read if read.get("PYTHONPATH") != HERE else {name: read[name] for name in read if name != "PYTHONPATH"}
 
 
 def take_over(caller: int, environ: dict[str, str], fds: list[int], places: list[int], cwd: str) -> None:
@@ -142,6 +153,8 @@ def prepare(arguments: list[str]) -> tuple[types.ModuleType, object]:
     if arguments[0] == "-u":
         arguments = arguments[1:]
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    if os.environ.get("PYTHONPATH") == HERE:
+        sys.path.insert(1, HERE)
     kind, *rest = arguments
     if kind == "-m":
         sys.argv, sys.path[0] = arguments[:1] + rest[1:], os.getcwd()
