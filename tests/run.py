@@ -9,7 +9,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+from settings import ALL, ROOT, environ
+
 LOGS = ROOT / "build" / "test-logs"
 LIMIT = "3600"  # seconds for one run
 WAIT = "tests/doctor tests/process tests/runtime tests/watch"  # jobs that mostly wait for a deadline
@@ -39,18 +41,13 @@ DEFAULT = list(RUNS)
 RUNS["quick"] = ("mpich", 2, f"{VERBS} tests/layout tests/validation", "")
 for of in ("newest", "openmpi5", "impi", "torch214", "torch215"):  # make test-versions
     RUNS |= {f"{of}-np2": (of, 2, "", ""), f"{of}-jobs": (of, 0, FILES, "")}
-ENVIRON = """OMPI_ALLOW_RUN_AS_ROOT OMPI_ALLOW_RUN_AS_ROOT_CONFIRM PRTE_ALLOW_RUN_AS_ROOT PRTE_ALLOW_RUN_AS_ROOT_CONFIRM
-OMPI_MCA_rmaps_base_oversubscribe PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe OMP_NUM_THREADS
-OMPI_MCA_hwloc_base_binding_policy=none PRTE_MCA_hwloc_default_binding_policy=none OMPI_MCA_mpi_yield_when_idle
-OMPI_MCA_pml=ob1"""  # the last saves 0.2 s a rank of looking for networks; the rest: root, and more ranks than cores
 
 
 def execute(name: str) -> tuple[int, int]:
     """Run pytest with its output in a log, and print its end; returns the numbers of tests that passed and failed."""
     environment, np, arguments, on = RUNS[name]
-    bin_, begin, environ = ROOT / ".venv" / environment / "bin", time.monotonic(), dict(os.environ)
-    environ |= {key: value or "1" for key, _, value in (pair.partition("=") for pair in ENVIRON.split())}
-    marks = "mpi" + " and not large" * ("HPCDIST_TEST_ALL" not in environ) if np else "not mpi"
+    bin_, begin = ROOT / ".venv" / environment / "bin", time.monotonic()
+    marks = "mpi" + " and not large" * (not ALL) if np else "not mpi"
     words = ["timeout", "--foreground", "-k", "20", LIMIT, *(["bash", "tests/staging/on.sh", on] if on else [])]
     own = bin_ / "mpirun"
     words += [own if own.exists() else shutil.which("mpirun") or "mpirun", "-n", str(np)] if np else []
@@ -68,7 +65,9 @@ def execute(name: str) -> tuple[int, int]:
         made = subprocess.run([ROOT / ".ci" / "environment", environment, "test"], stdout=out, stderr=out).returncode
         status = (
             made
-            or subprocess.run(words, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=out).returncode
+            or subprocess.run(
+                words, cwd=ROOT, env=environ(), stdin=subprocess.DEVNULL, stdout=out, stderr=out
+            ).returncode
         )
     text = log.read_text(errors="replace")
     ends = re.findall(r"^=* ?(\d+ (?:passed|failed|error|skipped).*) in \d", text, re.MULTILINE)[-1:]

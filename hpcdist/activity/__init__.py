@@ -8,7 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
@@ -58,6 +58,7 @@ class ThreadStatus:
         ended: time at which `last` finished (seconds of the epoch).
         waited: seconds without progress in `call`, where its own rank has reported them.
         tensors: number of elements and dtype of the tensors of `call`, where its own rank has reported them.
+        peers: the world's ranks of the team of `call`, where its own rank has reported them.
     """
 
     thread: int
@@ -66,6 +67,7 @@ class ThreadStatus:
     ended: float
     waited: float = inf
     tensors: str = ""
+    peers: list[int] = field(default_factory=list)
 
 
 class Process(NamedTuple):

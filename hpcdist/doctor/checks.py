@@ -326,7 +326,8 @@ def _show(cores: Iterable[int]) -> str:
 
 @Check(
     "cores", "cores", "cores", per=NODE,
-    fix=f"cores of its own for each rank: {_BIND}; no taskset in the job script; `srun --hint=nomultithread`",
+    fix=f"cores of its own for each rank: {_BIND}; `hpcdist.init(bind='numa')`, `hpcdist run --bind numa`; "
+    "no taskset in the job script; `srun --hint=nomultithread`",
 )  # fmt: skip
 def _cores(ranks: Ranks) -> Verdict:
     """There are more ranks than cores, or ranks are bound to cores that overlap, or to hardware threads (SMT) of one

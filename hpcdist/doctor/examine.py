@@ -36,7 +36,7 @@ from hpcdist.comm import launcher, rendezvous
 from hpcdist.control import objects
 from hpcdist.doctor.checks import Facts, known, socket_problem
 from hpcdist.errors import HpcdistError, reason
-from hpcdist.process import host_memory
+from hpcdist.process import binding, host_memory
 from hpcdist.process.versions import __version__
 from hpcdist.routes import select
 from hpcdist.runtime import world
@@ -175,7 +175,7 @@ def cores() -> Facts:
     return {
         "cores": mine,
         "cpus": os.cpu_count() or 1,
-        "domains": len({node.name for core in mine for node in Path(f"{cpu}{core}").glob("node[0-9]*")}),
+        "domains": sum(bool(domain & {*mine}) for domain in binding.domains()),
         "threads": torch.get_num_threads(),
         "physical": sorted({int(re.split("[,-]", those)[0]) for those in siblings}),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import io
 import os
 import re
@@ -14,7 +15,7 @@ import traceback
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import mpi4py
 
@@ -24,7 +25,7 @@ from hpcdist.process import abort
 from hpcdist.process.streams import INTERRUPTED
 from hpcdist.runtime import world
 from hpcdist.runtime.cli import refuse
-from hpcdist.runtime.commandline import BAD_INPUT, Parser, is_rank_0, line
+from hpcdist.runtime.commandline import BAD_INPUT, Parser, is_rank_0, line, path
 from hpcdist.runtime.registration import host
 
 _LAUNCHERS = re.compile(
@@ -45,9 +46,64 @@ def _parser() -> Parser:
     )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
     parser.add_argument("--mpi", action="store_true", help="use backend mpi where the program asks for gloo")
+    parser.add_argument("--bind", choices=["numa"], help="bind each rank to the cores of one NUMA domain, near its GPU")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--tag-output", action="store_true", help="begin each line of Python's output with [RANK]")
+    output.add_argument(
+        "--rank-output", type=path, metavar="DIR", help="append the output of each rank to DIR/rank-N.txt"
+    )
     parser.add_argument("script", metavar="SCRIPT", help="the program, a file of Python")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARG", help="its arguments").required = False
     return parser
+
+
+class _Tagged(io.RawIOBase):
+    """A standard stream whose lines begin with a tag. A line is written when it is whole, so that no other rank's line
+    cuts it; its end may be a carriage return, as in a progress bar."""
+
+    def __init__(self, stream: TextIO, tag: bytes) -> None:
+        self._stream, self._tag, self._rest = stream.buffer, tag, b""
+        self.fileno = stream.fileno  # type: ignore[method-assign]
+        atexit.register(self._end)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        *lines, self._rest = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", self._rest + bytes(data))
+        self._write_lines(lines)
+        return len(data)
+
+    def _end(self) -> None:
+        self._write_lines([self._rest] if self._rest else [])
+
+    def _write_lines(self, lines: list[bytes]) -> None:
+        self._stream.write(b"".join(self._tag + line for line in lines))
+        self._stream.flush()
+
+
+def _opened(rank: int, folder: str) -> int:
+    """Open the file of this rank's output."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        return os.open(Path(folder, f"rank-{rank}.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    except OSError as error:
+        raise refusal(ValueError, "HD410", f"--rank-output {folder}: {reason(error)}") from error
+
+
+def _direct_output(rank: int, tag: bool, files: list[int]) -> None:
+    """Direct this rank's output as the command line asks; print each line at once, as under torchrun."""
+    for file in files:
+        for fd in (1, 2):
+            os.dup2(file, fd)
+        os.close(file)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):  # None if it is closed
+            stream.reconfigure(line_buffering=True)
+            if tag:
+                raw = _Tagged(stream, b"[%d] " % rank)
+                setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True))
 
 
 def _compiled(script: str, module: bool) -> CodeType | None:
@@ -112,19 +168,23 @@ def main() -> None:
             f"unrecognized arguments: {' '.join(unknown)}: omit torchrun's options: the MPI launcher has its own"
         )
     code: list[CodeType | None] = []
+    files: list[int] = []
     mpi4py.rc.initialize = False  # what starts MPI instead does not end it in children that the program forks
     try:
-        here = world.prepare()
+        here = world.prepare(args.bind)
         sys.argv = [args.script, *args.arguments]
         if not getattr(sys.flags, "safe_path", False):
             sys.path[0] = os.getcwd() if args.module else os.path.dirname(os.path.realpath(args.script))
-        step = lambda: code.append(_compiled(args.script, args.module))  # noqa: E731
-        objects.run_on_all(world.team_of().comm, "run", step)
+
+        def check() -> None:
+            code.append(_compiled(args.script, args.module))
+            if args.rank_output is not None:
+                files.append(_opened(here.rank, args.rank_output))
+
+        objects.run_on_all(world.team_of().comm, "run", check)
     except HpcdistError as error:
         refuse(parser.prog, error)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # None if it is closed
-            stream.reconfigure(line_buffering=True)  # as under torchrun
+    _direct_output(here.rank, args.tag_output, files)
     from mpi4py import MPI
 
     for name in ("Init", "Init_thread"):

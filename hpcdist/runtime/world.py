@@ -27,7 +27,7 @@ from hpcdist.comm.worker import report_failures
 from hpcdist.control import clocks, objects
 from hpcdist.errors import HpcdistError, coded, refusal
 from hpcdist.formats.paths import private_folder
-from hpcdist.process import abort, forks, streams
+from hpcdist.process import abort, binding, forks, streams
 from hpcdist.process.host_memory import capacity
 from hpcdist.runtime import background, registration, stopping, torchrun
 from hpcdist.runtime.stopping import Stop
@@ -192,6 +192,7 @@ class Asked(NamedTuple):
     backend: str | None = None
     timeout: timedelta | float | None = None
     staging: str | None = None
+    bind: str | None = None
     stop_on: Sequence[int] | None = None
     stop_before: timedelta | float | None = None
     trace: str | os.PathLike[str] | None = None
@@ -239,6 +240,7 @@ def init(
     backend: str | None = None,
     timeout: timedelta | float | None = None,
     staging: str | os.PathLike[str] | None = None,
+    bind: str | None = None,
     stop_on: Sequence[int] | None = None,
     stop_before: timedelta | float | None = None,
     trace: str | os.PathLike[str] | None = None,
@@ -264,6 +266,9 @@ def init(
             program counts as a call, so no rank may work alone for longer. torch.distributed gets this timeout, too.
         staging: the folder for the files of route "hdf5", which all nodes must share. The default is HPCDIST_STAGING.
             Without it, it is a private folder for temporary files on one node, and the current folder on several.
+        bind: "numa" on all ranks binds each to the cores of one NUMA domain until its process ends. This is the domain
+            nearest to its GPU. Without GPUs, ranks are spread over the domains. Ranks use only cores that the launcher
+            has given them. If the launcher has bound them, nothing changes.
         stop_on: signals after which :meth:`World.should_stop` returns True; they are handled from now on. The default
             is SIGTERM and SIGUSR1, handled from the first call of should_stop() on. The same on all ranks.
         stop_before: a timedelta or seconds. should_stop() returns True from this time before the end of the batch job
@@ -291,7 +296,7 @@ def init(
     """
     global _world
     staging = None if staging is None else os.fspath(staging)
-    asked = Asked(comm, device, backend, timeout, staging, stop_on, stop_before, trace)
+    asked = Asked(comm, device, backend, timeout, staging, bind, stop_on, stop_before, trace)
     if _world is not None and _world._implicit:
         _world.finalize()  # for one with these arguments
     if _world is not None:
@@ -310,13 +315,13 @@ def _begin(timeout: timedelta) -> None:
     atexit.register(_leave)
 
 
-def prepare() -> World:
+def prepare(bind: str | None) -> World:
     """Make a world for a program that is written for torchrun, which starts torch.distributed itself, or calls init().
 
     Collective over all ranks. The world that is returned holds the store at MASTER_PORT.
     """
     global _world
-    _world = _make(Asked(device="cpu"), implicit=True, program=True)
+    _world = _make(Asked(device="cpu", bind=bind), implicit=True, program=True)
     atexit.register(_leave)
     return _world
 
@@ -401,6 +406,8 @@ def _make(asked: Asked, implicit: bool = False, program: bool = False) -> World:
             undo.callback(registration.host.close)
             take_back = torchrun.give(private, nodes, meeting.host, os.environ, limit, program)
             undo.callback(take_back)
+            if asked.bind:
+                _bind(private, nodes, accelerator.of_rank(nodes.local_rank) if program else settings.device)
             name = None if implicit else asked.backend or registration.default_backend(settings.own_gpus)
             owns_group = registration.start(private, meeting, name, limit, settings.device)
         undo.pop_all()
@@ -465,6 +472,18 @@ def _tuned(comm: MPI.Intracomm, place: tuning.Place) -> tuning.Tuned | None:
     return objects.run_on_root(comm, "init", read)
 
 
+def _bind(comm: MPI.Intracomm, nodes: rendezvous.Nodes, device: torch.device) -> None:
+    """Bind this process to the cores of one NUMA domain, beside its device if that is a GPU. Collective over `comm`."""
+    beside = binding.beside(accelerator.address(device))
+    found = objects.all_gather_object(comm, (nodes.mine, sorted(os.sched_getaffinity(0)), sorted(beside)))
+    ranks = [(set(own), set(beside)) for node, own, beside in found if node == nodes.mine]
+    chosen = binding.choose(ranks, binding.domains())
+    mine = chosen[nodes.local_rank]
+    binding.apply(mine)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), len(mine) // chosen.count(mine))))
+
+
 def _agree_on(
     comm: MPI.Intracomm, asked: Asked, env_timeout: str | None, env_cache: str | None
 ) -> tuple[dict[str, Any], timedelta]:
@@ -474,11 +493,13 @@ def _agree_on(
     """
 
     def check() -> tuple[dict[str, Any], float]:
-        backend, trace = asked.backend, asked.trace
+        backend, bind, trace = asked.backend, asked.bind, asked.trace
         if backend is not None and not isinstance(backend, str):
             raise refusal(TypeError, "HD114", f"backend must be a string, got {type(backend).__name__}")
         if backend is not None:
             dist.BackendConfig(dist.Backend(backend))
+        if bind not in (None, "numa"):
+            raise refusal(ValueError, "HD114", f"bind is {bind!r}, expected 'numa' or None")
         pool.limit_of(env_cache, 0)
         if not isinstance(trace, (str, os.PathLike, NoneType)):
             raise refusal(TypeError, "HD114", f"trace must be a folder, got {type(trace).__name__}")
@@ -486,7 +507,7 @@ def _agree_on(
             "stop_on": stopping.signals(asked.stop_on),
             "stop_before": patience(asked.stop_before, "stop_before"),
         }
-        options = {"backend": backend, **stop, "trace": trace is not None}
+        options = {"backend": backend, "bind": bind, **stop, "trace": trace is not None}
         return options, deadline(asked.timeout, env_timeout)
 
     given = objects.run_on_all(comm, "init", check)

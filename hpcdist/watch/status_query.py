@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _SILENT = "running, but does not answer: native code that holds Python's lock, no processor for it, or lost messages"
 _UNSEEN = "does not answer: it is stopped, in native code that holds Python's lock, or its node is down or cut off"
+_MOST_PEERS = 512  # ranks of a team that are reported: a message has 64 KiB
 _SHOWN = 4  # sizes of tensors of a call
 KEY = 32  # bytes
 _DIGEST = 16  # bytes
@@ -168,6 +169,7 @@ class StatusQuery:
         one_system: whether all ranks see each other's processes.
         ended: whether another rank ends the job.
         raised_by: rank that raises a HangError, if any.
+        folder: where it has written flight records; "" if nowhere.
         asked_by: reason and time (seconds of time.monotonic) of the last question of each rank.
     """
 
@@ -190,6 +192,7 @@ class StatusQuery:
         self._answers: dict[int, Report] = {}
         self.ended = False
         self.raised_by: int | None = None
+        self.folder = ""
         self._number = 0  # of the latest question: only answers to it count
         activity.start(self._record, self._slot)
 
@@ -216,11 +219,11 @@ class StatusQuery:
         self.announce(ENDING)
         self.send_all("end")
 
-    def send_all(self, kind: str) -> None:
-        """Announce to all other ranks that this one will "raise", or "end" the job."""
+    def send_all(self, kind: str, folder: str = "") -> None:
+        """Announce to all other ranks that this one will "raise", or "end" the job; where it has written records."""
         for rank in self.ranks:
             if rank != self.rank:
-                self._send(rank, {"kind": kind})
+                self._send(rank, {"kind": kind, "folder": folder})
 
     def job_ends(self) -> bool:
         """Whether a rank is ending the job."""
@@ -240,6 +243,8 @@ class StatusQuery:
             thread.waited = record.waited
             if thread.call is not None:
                 thread.tensors = _described(record.tensors)
+                peers = activity.peers.get(thread.call.team, [])
+                thread.peers = peers if len(peers) <= _MOST_PEERS else []
         first = process.threads[0].thread if process.threads else os.getpid()  # which is the main thread's ID
         main = first if first in frames else os.getpid()
         if main in frames:
@@ -257,7 +262,7 @@ class StatusQuery:
         elif message["kind"] == "end":
             self.ended = True
         elif message["kind"] == "raise":
-            self.raised_by = source
+            self.raised_by, self.folder = source, message["folder"]
         elif message["kind"] == "ask about":
             self._answer(source, message["number"], self._seen(message["rank"]))
         elif message["number"] == self._number:

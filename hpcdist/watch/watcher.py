@@ -9,8 +9,9 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from queue import SimpleQueue
 
 from hpcdist import activity
@@ -18,6 +19,7 @@ from hpcdist.activity import FINALIZED, Entry, ThreadRecord, callsite, procstat,
 from hpcdist.errors import HangError, coded, with_hint
 from hpcdist.process import abort
 from hpcdist.tensors import pool
+from hpcdist.watch import flight_records
 from hpcdist.watch.hang_table import GONE, Report, chain, made_progress, table, verdict
 from hpcdist.watch.status_query import StatusQuery
 
@@ -228,15 +230,36 @@ class Watch:
         if not absent and made_progress(call, reports, 0.8 * limit):
             self._grace = waited - limit + limit / 4  # a large file takes its time: check again later
             return
-        self._query.send_all("raise")
+        folder = self._flight_records(reports)
+        self._query.send_all("raise", folder)
         text = f"{call.text} has waited for {waited:.1f} s, its deadline is {limit:g} s"
         why = verdict(call, absent, reports, _peers_of)
-        _show(record, "\n".join([text, table(reports.values(), time.time()), why]))
+        records = [f"flight records: torchfrtrace {path}" for path in sorted(Path(folder).iterdir() if folder else [])]
+        _show(record, "\n".join([text, table(reports.values(), time.time()), why, *records]))
         abort.job(1, _JOIN)
+
+    def _flight_records(self, reports: Mapping[int, Report]) -> str:
+        """Write the calls of all ranks for torch's analyser; return the folder, "" if it cannot be."""
+        try:
+            trace = recording.current
+            folder = flight_records.write(None if trace is None else str(trace.path.parent), reports, _peers_of)
+        except Exception as error:  # the table comes first
+            abort.print_error(f"hpcdist: there are no flight records: {error}")
+            return ""
+        self._write_own(folder)
+        return str(folder)
+
+    def _write_own(self, folder: Path) -> None:
+        try:
+            flight_records.write_own(folder, self._query.rank)
+        except Exception as error:
+            abort.print_error(f"hpcdist: there are no flight records of torch's own groups: {error}")
 
     def _join(self, other: int) -> None:
         """Raise in all waiting calls of this rank, because another rank does so and ends the job."""
         save_trace(finished=False)
+        if self._query.folder:
+            self._write_own(Path(self._query.folder))
         for record in activity.thread_records:
             call = record.current()
             if call is not None and not record.patient:

@@ -265,7 +265,7 @@ def test_ranks_and_cores():
     expect(change("cores", [5], 2, 3), "cores", text, "--bind-to core")
     unbound = all_with(change("cores", [], 0), cores=[*range(64)], domains=2)
     text = "warning: 64 for 2 ranks, which are not bound, in 2 NUMA domains"
-    expect(unbound, "cores", text, "--bind-to core")
+    expect(unbound, "cores", text, "bind='numa'")
     ranks = healthy()
     ranks[1].update(cores=[*range(64, 72)], physical=[*range(8)])
     text = "warning: ranks 0-1 on a are bound to other CPUs, but share physical cores 0-7 (ranks 0-1 on a)"

@@ -178,6 +178,8 @@ def test_what_is_no_program_is_refused(tmp_path: Path) -> None:
     """In one line, with a code and status 2."""
     (tmp_path / "script.sh").write_text("if [ 1 ]; then srun python train.py; fi\n")
     (tmp_path / "binary").write_bytes(b"\x7fELF\0\0")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "taken" / "rank-1.txt").mkdir(parents=True)
     write(tmp_path, "")
     for name, text in {"bad": "x = 1\nraise KeyError(5)", "wrong": "if", "hollow": ""}.items():
         (tmp_path / name).mkdir()
@@ -206,6 +208,8 @@ def test_what_is_no_program_is_refused(tmp_path: Path) -> None:
         ("deepspeed", "program.py"): "would start processes .*HD106.",
         ("-m", "deepspeed.launcher.runner", "program.py"): "would start processes .*HD106.",
         ("-m", "torch.distributed.run", "program.py"): "would start processes .*HD106.",
+        ("--rank-output", "file", "program.py"): "--rank-output file: .*HD410.",
+        ("--rank-output", "taken", "program.py"): "--rank-output taken: Is a directory .HD410.",  # for rank 1 alone
         ("--nproc-per-node", "2", "program.py"): "unrecognized arguments: --nproc-per-node: omit torchrun's options: ",
         ("--no-such",): "required: SCRIPT .see",
         (): "required: SCRIPT .see",
@@ -237,11 +241,24 @@ def test_under_torchrun_it_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_options(tmp_path: Path) -> None:
-    """--mpi replaces gloo alone."""
+    """--mpi replaces gloo alone; lines are tagged, or go to one file per rank, to which another run adds."""
     body = """
     dist.init_process_group("gloo")
     print(dist.get_backend(), dist.get_backend(dist.new_group(backend="gloo")))
+    print("wor", end="", flush=True)
+    print("se", file=sys.stderr)
+    print("ds")
     """
-    done = job(2, tmp_path, body, "--mpi")
+    done = job(2, tmp_path, body, "--mpi", "--tag-output", "--bind", "numa")
     assert done.status == 0, done.err
-    assert done.out.splitlines() == ["mpi mpi"] * 2
+    assert sorted(done.out.splitlines()) == ["[0] mpi mpi", "[0] words", "[1] mpi mpi", "[1] words"]
+    assert sorted(line for line in done.err.splitlines() if "se" in line) == ["[0] se", "[1] se"]
+    (tmp_path / "logs" / "1").mkdir(parents=True)
+    files = [tmp_path / "logs" / "1" / f"rank-{rank}.txt" for rank in range(2)]
+    files[0].write_text("of another run\n")
+    done = job(2, tmp_path, body, "--rank-output", "logs/1")
+    assert (done.status, done.out) == (0, ""), done
+    for file in files:
+        written = file.read_text()
+        assert written.count("gloo gloo") == 1 and written.count("se\n") == 1, written
+    assert files[0].read_text().startswith("of another run\n")
