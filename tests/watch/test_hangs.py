@@ -147,9 +147,11 @@ rank = (world := hd.init()).rank
 os = __import__("os")
 os.write(1, f"rank {rank} is {os.getpid()}\\n".encode())
 hd.concat(torch.ones(1))
-shorten(2)
-slow = (lambda _: time.sleep(0.2)) if rank == 1 else None  # the others wait for it at the end
-hd.staging.save("x.h5", torch.ones(40, 64), window=1024, progress=slow)
+shorten(5)
+slow = (lambda _: time.sleep(0.3)) if rank == 1 else None  # the others wait for it at the end
+begin = time.monotonic()
+hd.staging.save("x.h5", torch.ones(40, 64), window=512, progress=slow)
+assert time.monotonic() - begin > 5.5
 shorten(4)
 os.write(1, b"saved\\n")
 time.sleep(2.5 * (rank == 1))
