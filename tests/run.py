@@ -57,6 +57,7 @@ def execute(name: str) -> tuple[int, int]:
         "-m",
         "pytest",
         "-q",
+        "--color=no",
         "-m",
         marks + " and not once" * (name == "mpich-jobs"),
     ]
