@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 from settings import ALL, ROOT, environ
 
 LOGS = ROOT / "build" / "test-logs"
+HALF = ",".join(map(str, sorted(os.sched_getaffinity(0))[: max(1, (os.cpu_count() or 1) // 2)]))  # of the cores
 LIMIT = "3600"  # seconds for one run
 WAIT = "tests/doctor tests/process tests/runtime tests/watch"  # jobs that mostly wait for a deadline
 REST = "--ignore=" + WAIT.replace(" ", " --ignore=")
@@ -50,26 +51,14 @@ def execute(name: str) -> tuple[int, int]:
     marks = "mpi" + " and not large" * (not ALL) if np else "not mpi"
     words = ["timeout", "--foreground", "-k", "20", LIMIT, *(["bash", "tests/staging/on.sh", on] if on else [])]
     own = bin_ / "mpirun"
+    words += ["chrt", "--batch", "0", "taskset", "-c", HALF] * bool(np)  # ranks that wait leave a core to the jobs
     words += [own if own.exists() else shutil.which("mpirun") or "mpirun", "-n", str(np)] if np else []
-    words += [
-        *["--"] * bool(on),
-        bin_ / "python",
-        "-m",
-        "pytest",
-        "-q",
-        "--color=no",
-        "-m",
-        marks + " and not once" * (name == "mpich-jobs"),
-    ]
-    words += [*["--with-mpi"] * bool(np), "-p", "no:cacheprovider", *arguments.split()]
+    words += [*["--"] * bool(on), bin_ / "python", "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider"]
+    words += ["-m", marks + " and not once" * (name == "mpich-jobs"), *["--with-mpi"] * bool(np), *arguments.split()]
     with (log := LOGS / f"{name}.log").open("wb") as out:
         made = subprocess.run([ROOT / ".ci" / "environment", environment, "test"], stdout=out, stderr=out).returncode
-        status = (
-            made
-            or subprocess.run(
-                words, cwd=ROOT, env=environ(), stdin=subprocess.DEVNULL, stdout=out, stderr=out
-            ).returncode
-        )
+        how = {"cwd": ROOT, "env": environ(), "stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+        status = made or subprocess.run(words, **how).returncode
     text = log.read_text(errors="replace")
     ends = re.findall(r"^=* ?(\d+ (?:passed|failed|error|skipped).*) in \d", text, re.MULTILINE)[-1:]
     count = {what: int(number) for number, what in re.findall(r"(\d+) (passed|failed|error|skipped)", "".join(ends))}
