@@ -14,7 +14,16 @@ from settings import ALL, ROOT, environ
 
 LOGS = ROOT / "build" / "test-logs"
 HALF = ",".join(map(str, sorted(os.sched_getaffinity(0))[: max(1, (os.cpu_count() or 1) // 2)]))  # of the cores
-LIMIT = "3600"  # seconds for one run
+LIMIT = [
+    "setpriv",
+    "--pdeathsig",
+    "TERM",
+    "timeout",
+    "--foreground",
+    "-k",
+    "20",
+    "3600",
+]  # ends with this process, or then
 WAIT = "tests/doctor tests/process tests/runtime tests/watch"  # jobs that mostly wait for a deadline
 REST = "--ignore=" + WAIT.replace(" ", " --ignore=")
 VERBS = "tests/collectives tests/p2p tests/comm/test_context.py"
@@ -49,7 +58,7 @@ def execute(name: str) -> tuple[int, int]:
     environment, np, arguments, on = RUNS[name]
     bin_, begin = ROOT / ".venv" / environment / "bin", time.monotonic()
     marks = "mpi" + " and not large" * (not ALL) if np else "not mpi"
-    words = ["timeout", "--foreground", "-k", "20", LIMIT, *(["bash", "tests/staging/on.sh", on] if on else [])]
+    words = [*LIMIT, *(["bash", "tests/staging/on.sh", on] if on else [])]
     own = bin_ / "mpirun"
     words += ["chrt", "--batch", "0", "taskset", "-c", HALF] * bool(np)  # ranks that wait leave a core to the jobs
     words += [own if own.exists() else shutil.which("mpirun") or "mpirun", "-n", str(np)] if np else []

@@ -231,10 +231,11 @@ def _rendezvous(url: str, timeout: timedelta = torch_rendezvous.default_pg_timeo
     """
     environ, told = host.variables(), parse_qs(urlparse(url).query)  # rank and world_size of init_process_group()
     place = [told.get(name, [environ.get(name.upper())])[0] for name in ("rank", "world_size")]
+    named = NAME in str(sys._getframe(1).f_locals.get("backend")).lower()
     if host.comm is not None and launcher.is_given(environ):
-        by_mpi = place == [str(host.comm.rank), str(host.comm.size)]
+        by_mpi = named or place == [str(host.comm.rank), str(host.comm.size)]
     else:
-        asked = launcher.has_rank(environ) or NAME in str(sys._getframe(1).f_locals.get("backend")).lower()
+        asked = named or launcher.has_rank(environ)
         by_mpi = asked and not any(environ.get(name) for name in _VARIABLES)
     if not by_mpi:
         yield from torch_rendezvous._env_rendezvous_handler(url, timeout=timeout, **options)

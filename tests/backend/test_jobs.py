@@ -71,19 +71,19 @@ def test_what_is_told_must_agree_with_mpi() -> None:
             try: dist.init_process_group(backend, **options)
             except Exception as error: assert text in str(error), error
             else: raise AssertionError(text)
-        refused(f"rank 0 of 3, but MPI has rank {rank} of {size}", store=dist.HashStore(), rank=0, world_size=3)
-        refused(f"rank {rank} of 7, but MPI has rank {rank} of {size}", rank=rank, world_size=7)
-        if size == 1:  # without a launcher, what has no variables is an error of torch's, unless it names this backend
+        os.environ["RANK"] = "0"
+        refused("WORLD_SIZE expected")
+        del os.environ["RANK"]
+        if size == 1:  # without a launcher or a world, an error of torch's, unless this backend is named
             for backend in ("gloo", None): refused("environment variable RANK expected, but not set", backend)
         else:
             dist.init_process_group("gloo")
             dist.destroy_process_group()
-        os.environ["RANK"] = "0"
-        refused("WORLD_SIZE expected")
-        del os.environ["RANK"]
+        refused(f"rank 0 of 3, but MPI has rank {rank} of {size}", store=dist.HashStore(), rank=0, world_size=3)
+        refused(f"rank {rank} of 7, but MPI has rank {rank} of {size}", rank=rank, world_size=7)
         dist.init_process_group("mpi", rank=rank, world_size=size)  # as scripts do that read the launcher's variables
         dist.barrier()
-        print(dist.get_backend(), dist.get_world_size())
+        os.write(1, f"{dist.get_backend()} {dist.get_world_size()}\n".encode())
     """
     for np in (0, 2):
         job = mpirun(np, code=code)
