@@ -83,7 +83,7 @@ def test_what_is_told_must_agree_with_mpi() -> None:
         refused(f"rank {rank} of 7, but MPI has rank {rank} of {size}", rank=rank, world_size=7)
         dist.init_process_group("mpi", rank=rank, world_size=size)  # as scripts do that read the launcher's variables
         dist.barrier()
-        os.write(1, f"{dist.get_backend()} {dist.get_world_size()}\n".encode())
+        os.write(1, f"{dist.get_backend()} {dist.get_world_size()}\\n".encode())
     """
     for np in (0, 2):
         job = mpirun(np, code=code)
