@@ -16,7 +16,7 @@ import socket
 import sys
 from collections.abc import Mapping
 
-READ_BY_IMPORTS = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG", "OMP_", "MKL_", "TORCH_DISTRIBUTED")
+READ_BY_IMPORTS = ("PYTHON", "LD_PRELOAD", "MALLOC_", "GLIBC_", "LC_", "LANG", "OMP_", "MKL_", "TORCH_DISTRIBUTED")
 SPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 ENTERED = {"ipc": 0x08000000, "mnt": 0x00020000, "net": 0x40000000, "uts": 0x04000000}  # of cluster/hosts.py
 PRELOADED = (
