@@ -21,7 +21,7 @@ SPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 ENTERED = {"ipc": 0x08000000, "mnt": 0x00020000, "net": 0x40000000, "uts": 0x04000000}  # of cluster/hosts.py
 PRELOADED = (
     *("torch._dynamo", "torch.distributed._functional_collectives", "torch.distributed.checkpoint"),
-    *("torch.nn.parallel.distributed", "numpy", "h5py", "tqdm"),
+    *("torch.nn.parallel.distributed", "numpy"),
     *("accelerate", "datasets", "lightning", "torchmetrics", "transformers.trainer"),  # where tests/clients run
 )
 servers: list[object] = []

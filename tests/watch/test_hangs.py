@@ -51,7 +51,8 @@ def test_the_reasons_are_told_in_a_table_of_all_ranks() -> None:
         call = doing.get(rank, r"concat\(\) at \S+ +\d.\d s +waits")
         row = rf"{rank} +\S+ +{pids[str(rank)]} +concat\(\) at \S+hanging.py:\d+, \d.\d s ago +{call}"
         assert re.search(row, job.err), (row, job.err)
-    assert job.err.count("HangError: concat() at") == 2
+    # Of the two that wait; mpirun may let the stopped one, rank 6, go on before it ends it.
+    assert len(re.findall(r"^(?!\[rank6\]).*HangError: concat\(\) at", job.err, re.MULTILINE)) == 2, job.err
     assert re.search("see the output of rank [0-9]", job.err)
     assert "hpcdist/validation/collective.py" not in job.err  # the traceback is of the user's code
     stack = r"rank 1 is here:\n(.*hanging.py.*\n.*\n)+.*hanging.py.* in sleep\n.*time.sleep\(1000\)"
