@@ -172,7 +172,7 @@ def execute(pages: Sequence[Page], folder: Path) -> dict[str, list[str]]:
             if run.shell:
                 job = run_command(["sh", "-c", run.shell], here)
             else:
-                job = mpirun(run.np, *run.words, cwd=here, env=run.env)
+                job = mpirun(run.np, *run.words, cwd=here, env=run.env, quick=False)
             wrong[run.page] += _judge(run, job)
             continue
         ready = [run.np for run in heads]
