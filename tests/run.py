@@ -56,16 +56,17 @@ for of in ("newest", "openmpi5", "impi", "torch214", "torch215"):  # make test-v
 def execute(name: str) -> tuple[int, int]:
     """Run pytest with its output in a log, and print its end; returns the numbers of tests that passed and failed."""
     environment, np, arguments, on = RUNS[name]
-    bin_, begin = ROOT / ".venv" / environment / "bin", time.monotonic()
-    marks = "mpi" + " and not large" * (not ALL) if np else "not mpi"
-    words = [*LIMIT, *(["bash", "tests/staging/on.sh", on] if on else [])]
-    own = bin_ / "mpirun"
-    words += ["chrt", "--batch", "0", "taskset", "-c", HALF] * bool(np)  # ranks that wait leave a core to the jobs
-    words += [own if own.exists() else shutil.which("mpirun") or "mpirun", "-n", str(np)] if np else []
-    words += [*["--"] * bool(on), bin_ / "python", "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider"]
-    words += ["-m", marks + " and not once" * (name == "mpich-jobs"), *["--with-mpi"] * bool(np), *arguments.split()]
-    with (log := LOGS / f"{name}.log").open("wb") as out:
+    bin_, log, begin = ROOT / ".venv" / environment / "bin", LOGS / f"{name}.log", time.monotonic()
+    marks = "mpi" + " and not large" * (not ALL) if np else "not mpi" + " and not once" * (name == "mpich-jobs")
+    with log.open("wb") as out:
         made = subprocess.run([ROOT / ".ci" / "environment", environment, "test"], stdout=out, stderr=out).returncode
+        words = [*LIMIT, *(["bash", "tests/staging/on.sh", on] if on else [])]
+        if np:  # ranks that wait leave a core to the jobs
+            own = bin_ / "mpirun"
+            mpirun = own if own.exists() else shutil.which("mpirun") or "mpirun"
+            words += ["chrt", "--batch", "0", "taskset", "-c", HALF, mpirun, "-n", str(np), *["--"] * bool(on)]
+        words += [bin_ / "python", "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", "-m", marks]
+        words += [*["--with-mpi"] * bool(np), *arguments.split()]
         how = {"cwd": ROOT, "env": environ(), "stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
         status = made or subprocess.run(words, **how).returncode
     text = log.read_text(errors="replace")

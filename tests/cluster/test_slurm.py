@@ -379,7 +379,8 @@ def limited_training(slurm: Slurm) -> str:
     return _submit_stop(slurm, _folder(slurm), OPENMPI, "srun", 1, "--time=2", "--signal=B:USR1@20")
 
 
-@pytest.mark.parametrize(("bin_", "launcher"), [(OPENMPI, "mpirun"), *([(MPICH, "srun")] if MPICH.exists() else [])])
+# MPICH's MPI_Init under srun --mpi=pmi2 fails now and then with 2 ranks on each of 2 nodes: "invalid client request".
+@pytest.mark.parametrize(("bin_", "launcher"), EACH)
 def test_a_training_that_is_told_stops_and_goes_on(bin_: Path, launcher: str, slurm: Slurm, folder: Path) -> None:
     job = _submit_stop(slurm, folder, bin_, launcher, 1)
     end = time.monotonic() + 60 * slowness()
