@@ -45,7 +45,7 @@ RUNS = {
     "openmpi-np2-clients": ("openmpi", 2, "tests/staging/test_clients.py", "clients"),
     "openmpi-np2-tmpfs": ("openmpi", 2, "tests/staging/full.py", "tmpfs"),
     "mpich-np1": ("mpich", 1, "", ""),
-    "floor-np2": ("floor", 2, f"{VERBS} tests/backend tests/staging", ""),
+    "floor-np2": ("floor", 2, "", ""),
 }
 DEFAULT = list(RUNS)
 RUNS["quick"] = ("mpich", 2, f"{VERBS} tests/layout tests/validation", "")
