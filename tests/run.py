@@ -27,7 +27,9 @@ LIMIT = [
 WAIT = "tests/doctor tests/process tests/runtime tests/watch"  # jobs that mostly wait for a deadline
 REST = "--ignore=" + WAIT.replace(" ", " --ignore=")
 VERBS = "tests/collectives tests/p2p tests/comm/test_context.py"
-FILES = "tests/staging tests/formats tests/commands tests/tensors tests/test_versions.py"
+FILES = "tests/formats tests/test_versions.py tests/tensors/test_storage.py tests/tensors/test_tree.py" + "".join(
+    f" tests/staging/test_{name}.py" for name in ("damaged", "edges", "errors", "host", "save_load", "strange")
+)
 # name: environment, number of ranks (0: pytest starts the jobs), arguments, file system (see staging/on.sh)
 RUNS = {
     "openmpi-hosts": ("openmpi", 0, "-m cluster --ignore=tests/cluster/test_slurm.py", ""),

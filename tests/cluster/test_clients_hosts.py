@@ -5,9 +5,10 @@ In the environment `libraries`, on Debian's Open MPI.
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from clients import ENV, PROGRAMS, by_torchrun, difference, ended, programs
-from launch import python
 from slurm import Slurm
 
 pytestmark = pytest.mark.cluster
@@ -21,7 +22,7 @@ def test_two_hosts_by_srun(name: str, slurm: Slurm) -> None:
     """By MPI, which adds the four ranks' terms in another order than gloo."""
     ours = slurm.folder / f"srun-{name}"
     ours.mkdir()
-    srun = ["srun", "--mpi=pmix", "--nodes=2", "--ntasks-per-node=2", *python()]
+    srun = ["srun", "--mpi=pmix", "--nodes=2", "--ntasks-per-node=2", sys.executable]
     words = ["-m", "hpcdist.run", "--mpi", programs() / name, ours]
     ended(lambda: slurm.run([*srun, *words], env={**slurm.mpi_environment(), **ENV}))
     assert difference(ours, by_torchrun(name, 4)) <= ROUNDING
