@@ -13,17 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 from settings import ALL, ROOT, environ
 
 LOGS = ROOT / "build" / "test-logs"
-HALF = ",".join(map(str, sorted(os.sched_getaffinity(0))[: max(1, (os.cpu_count() or 1) // 2)]))  # of the cores
-LIMIT = [
-    "setpriv",
-    "--pdeathsig",
-    "TERM",
-    "timeout",
-    "--foreground",
-    "-k",
-    "20",
-    "3600",
-]  # ends with this process, or then
+CORES = sorted(os.sched_getaffinity(0))
+HALF = ",".join(map(str, CORES[: max(1, len(CORES) // 2)]))
+# A run ends with this process, or after an hour.
+LIMIT = ("setpriv", "--pdeathsig", "TERM", "timeout", "--foreground", "-k", "20", "3600")
 WAIT = "tests/doctor tests/process tests/runtime tests/watch"  # jobs that mostly wait for a deadline
 REST = "--ignore=" + WAIT.replace(" ", " --ignore=")
 VERBS = "tests/collectives tests/p2p tests/comm/test_context.py"

@@ -24,7 +24,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import textwrap
 import time
@@ -34,7 +33,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from launch import DEADLINE, Job, communicate, python as forked
+from launch import DEADLINE, Job, communicate, launcher, python as forked
 
 from hpcdist.comm.launcher import without_launcher
 
@@ -224,8 +223,6 @@ class Hosts:
         python: str | Path | None = None,
     ) -> Started:
         """As :meth:`mpirun`, which goes on meanwhile; with this Python's MPI, whichever `python` runs."""
-        own = Path(sys.executable).with_name("mpirun")
-        mpirun = str(own) if own.exists() else str(shutil.which("mpirun"))
         machines = {}
         for form in (" slots=", ":"):  # of Open MPI, and of MPICH
             machines[form] = self.folder / f"machines{form.strip()}{self._started}"
@@ -237,7 +234,7 @@ class Hosts:
             "HYDRA_HOST_FILE": str(machines[":"]),
         }
         args = ("-c", textwrap.dedent(code)) if code else args
-        command = [mpirun, "-n", str(sum(ranks)), *([python] if python else forked()), *args]
+        command = [*launcher(sum(ranks)), *([python] if python else forked()), *args]
         return self.start(self.names[0], command, cwd, {**self.mpi_environment(), **files, **(env or {})})
 
     def mpi_environment(self) -> dict[str, str]:

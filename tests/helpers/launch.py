@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ def slowness() -> float:
 
 
 DEADLINE = 60.0  # seconds on a quiet machine; a job that takes longer hangs
+_serving = threading.Lock()
 _LOOK = 5.0  # seconds after which the load is looked at again
 
 
@@ -76,9 +78,14 @@ def commands(
         return [Job(status, out, err) for status, (out, err) in zip(statuses, said, strict=True)]
 
 
-@cache
 def python(executable: str = sys.executable) -> list[str]:
     """The words before a program's arguments: as `executable`, but torch is imported already: see forks.py."""
+    with _serving:  # threads may start jobs at once
+        return _serve(executable)
+
+
+@cache
+def _serve(executable: str) -> list[str]:
     folder = tempfile.mkdtemp(prefix="hpcdist-fork-", dir="/var/tmp")  # which all hosts share
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return forks.python(executable, folder, {**without_launcher(os.environ), "OMP_NUM_THREADS": "1"})
