@@ -5,10 +5,11 @@ Every value encodes its index in the whole, so that no two places can be confuse
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from math import isnan, prod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import isnan, nan, prod
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from hpcdist.tensors.storage import BARE, DTYPES, copyable
 __all__ = [
     "DTYPES",
     "EXTENTS",
+    "SINGLES",
     "STRIDES",
     "Index",
     "assert_refused",
@@ -35,13 +37,17 @@ __all__ = [
     "extents_of",
     "fields",
     "load",
+    "mapped",
     "part",
+    "parts_of",
+    "rows",
     "same_bits",
     "seal",
     "shown",
     "starts",
     "strides_for",
     "whole_of",
+    "with_parts",
 ]
 
 _BYTES_AS_INT = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -93,6 +99,16 @@ def shown(value: object) -> str:
     return text if len(text) < 400 else f"{text[:300]} ... {text[-100:]}"
 
 
+SINGLES = (
+    *(None, True, False, 0, -7, 2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 2**200, -(2**64)),
+    *(0.0, -0.0, 1.5, nan, float("inf"), 5e-324, 1 + 2j, complex(-0.0, nan), complex(float("-inf"), 0.1)),
+    *("", "text", "日本 é \U0001f600", '"\\\n\0[', "\ud800", "long " * 100),
+    *(b"", b"\0\xff", b"bytes" * 50, bytearray(b"array"), bytes(range(256)) * 300),
+    *(np.float64(1.5), np.float32(nan), np.int8(-3), np.bool_(True), np.uint64(2**64 - 1), np.complex64(2j)),
+    *(np.float16(0.1), np.float64(-0.0)),
+)
+
+
 def differs(got: Any, want: Any, where: str = "result") -> str | None:
     """How a structure is not the one that is wanted: in types, bits and the order of keys."""
     if type(got) is not type(want):
@@ -127,6 +143,35 @@ def fields(value: Any) -> list[tuple[str, Any]]:
     return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
 
 
+def parts_of(value: Any) -> list[Any] | None:
+    """What a container other than a list consists of; None if it is no container."""
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, dict):
+        return list(value.values())
+    return [item for _, item in fields(value)] if dataclasses.is_dataclass(value) else None
+
+
+def with_parts(value: Any, parts: Sequence[Any]) -> Any:
+    """A tuple, named tuple, dict or dataclass like `value`, but of these parts."""
+    if isinstance(value, tuple):
+        return tuple.__new__(type(value), parts)
+    if isinstance(value, dict):
+        return type(value)(zip(value, parts, strict=True))
+    same = copy.copy(value)
+    for (name, _), item in zip(fields(value), parts, strict=True):
+        object.__setattr__(same, name, item)
+    return same
+
+
+def mapped(step: Callable[[Any], Any], value: Any) -> Any:
+    """The structure with the results of `step` in place of what is no container."""
+    if isinstance(value, list):
+        return [mapped(step, item) for item in value]
+    parts = parts_of(value)
+    return step(value) if parts is None else with_parts(value, [mapped(step, part) for part in parts])
+
+
 EXTENTS: dict[str, Callable[[int], tuple[int, ...]]] = {
     "even": lambda size: (2,) * size,
     "ragged": lambda size: tuple(2 * rank + 1 if rank % 2 else 3 * (size - rank) for rank in range(size)),
@@ -157,6 +202,17 @@ def part(whole: Tensor, dim: int, extents: tuple[int, ...], rank: int) -> Tensor
     index = [slice(None)] * whole.dim()
     index[dim] = slice(start, start + extents[rank])
     return whole[tuple(index)]
+
+
+def rows(rule: str | tuple[int, ...] | None, extent: int, parts: int) -> list[np.ndarray]:
+    """Which of `extent` rows each part has; said with numpy's and torch's own ways to cut."""
+    index = np.arange(extent)
+    if rule is None or rule == "block":
+        return np.array_split(index, parts)
+    if rule == "chunk":
+        found = [part.numpy() for part in torch.from_numpy(index).chunk(parts)] if extent else []
+        return found + [index[:0]] * (parts - len(found))
+    return np.split(index, np.cumsum(rule)[:-1])
 
 
 def _transposed(x: Tensor) -> Tensor:
