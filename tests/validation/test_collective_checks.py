@@ -21,7 +21,6 @@ from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 import hpcdist as hd
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError
-from hpcdist.validation import collective as agree
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:.*nested")]
 
@@ -76,7 +75,24 @@ def _whole(world: hd.World, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty((ROWS * world.world_size, 3), dtype=dtype)
 
 
-# --- mistakes that a rank can see for itself: each argument of each verb; test_local_checks.py has all their kinds ----
+# --- mistakes that a rank can see for itself: each argument of each verb, all their kinds of concat ------------------
+
+
+class _Wrapper(torch.Tensor):
+    """A tensor that is only a description of others, like a DTensor."""
+
+    @staticmethod
+    def __new__(cls) -> torch.Tensor:
+        return torch.Tensor._make_wrapper_subclass(cls, (3,), dtype=torch.float32)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+with torch.inference_mode():
+    _FROZEN = torch.empty(4, 3)
+_X = torch.zeros(2, 3)
 
 EVERY: list[tuple[str, Any, str]] = [
     ("dim", "0", "dim must be an int, got str '0'"),
@@ -92,6 +108,25 @@ SHARDS: list[tuple[str, Any, str]] = [
     ("out", lambda w: _whole(w, torch.float64), "out has dtype torch.float64, expected torch.float32, that of x"),
     ("out", lambda w: torch.cat([_whole(w)] * 2), r"out has extent (\d+) along dim, expected \d+"),
 ]
+CONCAT: list[tuple[str, Any, str]] = [
+    *(("dim", x, "dim must be an int") for x in (1.0, None, True, [0], torch.tensor(0), np.array([0, 1]))),
+    ("dim", -3, "dim is -3, expected -2 to 1 for a tensor of 2 dims"),
+    ("dim", lambda w: w.comm, r"dim must be an int, got Intracomm.*\(a communicator is given as group=\)"),
+    *(("route", x, "expected one of auto, nccl, gloo, mpi") for x in ("", None, ["mpi"], np.array(["mpi", "gloo"]))),
+    ("x", _X.to_sparse_csr(), "got layout torch.sparse_csr"),
+    ("x", _X.to_mkldnn(), "got layout torch._mkldnn"),
+    ("x", torch.nested.nested_tensor([torch.zeros(2)]), "x must be a dense tensor"),
+    ("x", torch.quantize_per_tensor(_X, 1.0, 0, torch.qint8), r"got layout torch.strided \(quantized\)"),
+    *((name, x(), "") for name in ("x", "out") for x in (_Wrapper, lambda: torch._efficientzerotensor((3,)))),
+    ("out", torch.empty(5, 4), r"out has shape \(5, 4\), expected \(\*, 3\)"),
+    ("out", torch.empty(5), r"out has shape \(5,\), expected \(\*, 3\)"),
+    ("out", torch.empty(5, 3, 1), r"out has shape \(5, 3, 1\), expected \(\*, 3\)"),
+    ("out", torch.empty(3).expand(5, 3), "out overlaps itself"),
+    *(("out", torch.empty(20).as_strided((5, 3), (n, 1)), "of its elements share memory") for n in (1, 2)),
+    ("out", torch.empty(5, 3, device="meta"), "out is on device meta"),
+    ("out", _X.to_sparse(), "out must be a dense tensor, got layout torch.sparse_coo"),
+    ("out", _FROZEN, "inference_mode"),
+]
 ROOTS: list[tuple[str, Any, str]] = [
     ("root", False, "root must be an int, got bool False"),
     ("root", lambda w: w.world_size, r"root is \d+, expected 0 to \d+ in a group of \d+ ranks"),
@@ -105,14 +140,16 @@ SPLIT: list[tuple[str, Any, str, Callable[[hd.World, int], bool]]] = [
     ("counts", lambda w: [2] * (w.world_size - 1), "entries, expected one for each of", _on_root),
     ("counts", lambda w: [1] * w.world_size, r"counts add up to \d+, expected \d+", _on_root),
     ("counts", "half", r"expected one of \['block', 'chunk'\], got 'half'", _on_root),
-    ("counts", [2.0], "counts must be integers", _everywhere),
+    ("counts", lambda w: [-1] * w.world_size, "counts has a negative entry: .-1", _on_root),
+    *(("counts", x, "counts must be integers", _everywhere) for x in ([2.0], 2)),
+    ("out", _FROZEN, "inference_mode", _everywhere),
     ("out", torch.empty(ROWS + 1, 3), r"out has extent \d+ along dim, expected 2", _everywhere),
 ]
 
 
 def _mistakes() -> Iterator[Mistake]:
     for verb in ("gather", "concat", "split"):
-        rows = [*EVERY, *([] if verb == "split" else SHARDS), *([] if verb == "concat" else ROOTS)]
+        rows = [*EVERY, *([] if verb == "split" else SHARDS), *(CONCAT if verb == "concat" else ROOTS)]
         for name, value, told in rows:
             where = _on_root if (verb, name) == ("gather", "out") else _everywhere
             yield Mistake(name, verb, value, told, where)
@@ -130,7 +167,7 @@ LOCAL = list(_mistakes())
 def test_a_mistake_of_one_rank_and_of_all(world: hd.World, mistake: Mistake) -> None:
     """Named are exactly the ranks at fault, with what was expected there and what came."""
     size = world.world_size
-    for root in {0, size - 1}:
+    for root in {0, 0 if mistake.verb == "concat" else size - 1}:
         for guilty in [{rank} for rank in range(size)] + [set(range(size))]:
             at_fault = world.rank in guilty and mistake.where(world, root)
             named = [rank for rank, wrong in enumerate(world.comm.allgather(at_fault)) if wrong]
@@ -322,20 +359,6 @@ def test_without_a_world(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> No
 # --- control.objects -------------------------------------------------------------------------------------------------
 
 
-def test_run_on_root_and_on_all(world: hd.World) -> None:
-    """All have the results."""
-    ran: list[int] = []
-
-    def step() -> int:
-        ran.append(world.rank)
-        return 10 * world.rank + 7
-
-    result = objects.run_on_root(world.comm, "name", step)
-    assert_on_all_ranks(world.comm, (result, ran) == (7, [0] * (world.rank == 0)), (result, ran))
-    results = objects.run_on_all(world.comm, "count", step)
-    assert_on_all_ranks(world.comm, results == [rank * 10 + 7 for rank in range(world.world_size)], results)
-
-
 class _AwkwardError(Exception):
     """An error that a pickle cannot rebuild: its constructor takes other arguments than it keeps."""
 
@@ -344,6 +367,7 @@ class _AwkwardError(Exception):
         self.unpicklable = lambda: code
 
 
+@pytest.mark.parametrize("exchange", [objects.run_on_root, objects.run_on_all])
 @pytest.mark.parametrize(
     ("error", "told"),
     [
@@ -352,13 +376,22 @@ class _AwkwardError(Exception):
     ],
     ids=["plain", "awkward"],
 )
-def test_an_error_on_the_root_is_everyones(world: hd.World, error: Exception, told: str) -> None:
-    """Also one that cannot be sent."""
+def test_an_error_on_one_rank_is_everyones(
+    world: hd.World, error: Exception, told: str, exchange: Callable[..., Any]
+) -> None:
+    """Also one that cannot be sent. The ranks at fault are named; without one, all have the results."""
+    on_root, ran = exchange is objects.run_on_root, []
 
-    def fail() -> None:
-        raise error
+    def step(failing: bool = False) -> int:
+        ran.append(world.rank)
+        if failing and world.rank == 0:
+            raise error
+        return 10 * world.rank + 7
 
-    caught = raises_on_all_ranks(world.comm, hd.RankError, lambda: objects.run_on_root(world.comm, "open", fail))
+    results = exchange(world.comm, "name", step)
+    expected = 7 if on_root else [10 * rank + 7 for rank in range(world.world_size)]
+    assert_on_all_ranks(world.comm, (results, len(ran)) == (expected, not on_root or world.rank == 0), (results, ran))
+    caught = raises_on_all_ranks(world.comm, hd.RankError, lambda: exchange(world.comm, "open", lambda: step(True)))
     _check_error(world, caught, "open", [0], told)
     kept = caught.__cause__ is (error if world.rank == 0 else None)  # with its traceback
     assert_on_all_ranks(world.comm, kept, caught.__cause__)
@@ -381,26 +414,7 @@ def test_what_fails_does_not_keep_what_the_caller_holds(world: hd.World) -> None
     assert_on_all_ranks(world.comm, kept == [False, False], kept)
 
 
-def test_all_gather_tells_who_failed(world: hd.World) -> None:
-    def step() -> int:
-        if world.rank == world.world_size - 1:
-            raise KeyError("missing")
-        return world.rank
-
-    error = raises_on_all_ranks(world.comm, hd.RankError, lambda: objects.run_on_all(world.comm, "count", step))
-    _check_error(world, error, "count", [world.world_size - 1], "KeyError: 'missing'")
-
-
 # --- what the functions say ------------------------------------------------------------------------------------------
-
-
-def test_refuse_an_out_of_another_extent() -> None:
-    agree.check_out("gather", {1: 5}, (5, 5, 5), False)
-    with pytest.raises(hd.RankError) as caught:
-        agree.check_out("gather", {0: 4, 1: 5}, (5, 5, 5), False)
-    assert caught.value.problems == {0: "out has extent 4 along dim, expected 5 [HD208]"}
-    with pytest.raises(hd.RankError, match="a gradient is needed"):
-        agree.check_out("gather", {1: 5}, (5, 5), True)
 
 
 def test_many_ranks_with_a_mistake_are_not_all_listed() -> None:
