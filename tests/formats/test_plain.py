@@ -2,16 +2,13 @@
 
 import hashlib
 import itertools
-import math
 import os
 import random
 
-import numpy as np
 import pytest
 import torch
 from cases import same_bits, whole_of
 
-from hpcdist import layout
 from hpcdist.formats import plain
 from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
@@ -79,28 +76,3 @@ def test_short_runs_are_read_together(tmp_path, monkeypatch):
         Raw("", 0, (1000, 8), torch.int64).read(file.fileno(), Box((0, 3), (1000, 1)), out, 16_000)
     assert torch.equal(out, whole[:, 3:4])
     assert (len(calls), max(calls)) == (4, 16_000)
-
-
-def test_boxes_cover_everything_once_in_order():
-    """Each is one run, one after the other."""
-    for shape, limit in itertools.product(((4, 3, 5), (7,), (2, 0, 3), (), (3, 1, 4)), (1, 2, 5, 12, 1000)):
-        index, found = np.arange(math.prod(shape)).reshape(shape), []
-        for box in layout.boxes(layout.whole(shape), limit):
-            assert box.size() <= limit
-            found += index[box.slices()].ravel().tolist()
-        assert found == index.ravel().tolist(), (shape, limit)
-
-
-def test_boxes_meet_in_runs():
-    draw = random.Random(7)
-    for _ in range(200):
-        shape = random_shape(draw)
-        one, other, index = random_box(draw, shape), random_box(draw, shape), np.arange(math.prod(shape)).reshape(shape)
-        elements, met = index[one.slices()].ravel().tolist(), one.intersect(other)
-        both = np.intersect1d(elements, index[other.slices()])
-        assert met.size() == len(both)
-        assert not met.size() or index[met.slices()].ravel().tolist() == both.tolist()
-        (length, count), first = layout.runs(one, shape), layout.run_starts(one, shape).tolist()
-        if elements:
-            assert [i for start in first for i in range(start, start + length)] == elements
-            assert length * count == len(elements)

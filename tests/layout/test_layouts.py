@@ -9,12 +9,11 @@ from math import prod
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
+from strategies import BACKEND, layouts
 
-from hpcdist import layout
-from hpcdist.layout import Block, Box, Boxes, Layout, Replicate, Split, balance, overlaps
+from hpcdist.layout import Block, Box, Boxes, Replicate, Split, balance, overlaps
 from hpcdist.tensors.dtensor import layout_of
-
-SHAPES = [(7,), (8, 5), (3, 0, 4), (6, 7, 3)]
 
 
 def _places(shape: tuple[int, ...]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
@@ -26,60 +25,19 @@ def _of(box: Box, shape: tuple[int, ...]) -> list[int]:
     return places
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("parts", [1, 2, 3, 4, 9])
-def test_split(shape: tuple[int, ...], parts: int) -> None:
-    places = _places(shape)
-    for dim in range(-len(shape), len(shape)):
-        chunks = [part.numpy() for part in torch.from_numpy(places).chunk(parts, dim)] if shape[dim] else []
-        for counts, cut in (
-            (None, np.array_split(places, parts, dim)),
-            ("chunk", chunks + [np.array([])] * (parts - len(chunks))),
-            ([shape[dim]] + [0] * (parts - 1), [places] + [np.array([])] * (parts - 1)),
-        ):
-            boxes = Split(dim, counts).boxes(shape, parts)  # type: ignore[arg-type]
-            assert [_of(box, shape) for box in boxes] == [part.ravel().tolist() for part in cut]
-    assert Replicate().boxes(shape, parts) == [layout.whole(shape)] * parts
-
-
-@pytest.mark.parametrize(("grid", "dims"), [((2, 3), (0, 1)), ((3, 2), (1, 0)), ((2, 2), (1, None)), ((2, 2), (0, 0))])
-def test_block(grid: tuple[int, int], dims: tuple[int | None, ...]) -> None:
-    """Cut along one dimension of the grid after the other, by numpy."""
-    shape = (7, 5, 2)
-    boxes = Block(grid, dims).boxes(shape, prod(grid))
-    for rank, box in enumerate(boxes):
-        at = np.unravel_index(rank, grid)
-        part = _places(shape)
-        for n, dim, place in zip(grid, dims, at, strict=True):
-            part = part if dim is None else np.array_split(part, n, dim)[place]
-        assert _of(box, shape) == part.ravel().tolist()
-
-
-def test_counts_in_a_grid() -> None:
-    tiles = Block((2, 2), (0, 1), ((1, 3), "chunk"))
-    assert [box.shape for box in tiles.boxes((4, 3), 4)] == [(1, 2), (1, 1), (3, 2), (3, 1)]
-    assert tiles.held([(1, 2), (1, 1), (3, 2), (3, 1)]) == ((4, 3), tiles.boxes((4, 3), 4))
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        Split(0),
-        Split(-1),
-        Split(1, "chunk"),
-        Split(0, (0, 5, 0, 2)),
-        Block((2, 2), (0, 1)),
-        Block((2, 2), (-1, 0), "chunk"),
-        Block((2, 2), (1, 1)),
-        Block((4, 1), (None, 0)),
-        Replicate(),
-    ],
-    ids=str,
-)
-def test_held_finds_the_whole_from_the_parts(made: Layout) -> None:
-    shape = (7, 6)
-    boxes = made.boxes(shape, 4)
-    assert made.held([box.shape for box in boxes]) == (shape, boxes)
+@settings(max_examples=300, deadline=None, backend=BACKEND)
+@given(st.data(), st.integers(1, 9))
+def test_any_layout(data: st.DataObject, size: int) -> None:
+    """Its boxes, by numpy and torch; and it finds the whole from the parts."""
+    shape = tuple(data.draw(st.lists(st.integers(0, 8), max_size=3)))
+    made, parts = data.draw(layouts(shape, size, source=False))
+    boxes = made.boxes(shape, size)
+    assert [box.slices() for box in boxes if box.size()] == [
+        part for part, box in zip(parts, boxes, strict=True) if box.size()
+    ]
+    assert [box.size() for box in boxes] == [_places(shape)[part].size for part in parts]
+    if all(shape) and not isinstance(made, Boxes):
+        assert made.held([box.shape for box in boxes]) == (shape, boxes)
     assert hash(made) == hash(type(made)(**vars(made))) and made == type(made)(**vars(made))
 
 

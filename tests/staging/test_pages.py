@@ -1,6 +1,5 @@
 """No two ranks write the same page: each has a copy of the file of its own here, and one page is one rank's."""
 
-import itertools
 import random
 import sys
 
@@ -8,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from hpcdist import layout
 from hpcdist.formats.contents import Dataset, FileMap
-from hpcdist.layout import Box, run_boxes, whole
+from hpcdist.layout import Box
 from hpcdist.staging.drivers import PartFile
 from hpcdist.staging.writer import RankWriter, SaveOptions
 
@@ -65,14 +63,3 @@ def test_each_page_is_written_by_one_rank(seed, world, findings, tmp_path, monke
     findings.check(found == expected.tobytes(), "the file's contents")
     mixed = {page for page in copy.pages if not any(a <= page * PAGE and (page + 1) * PAGE <= b for a, b in arrays)}
     findings.check(not mixed or world.rank == 0, mixed)
-
-
-def test_runs_as_boxes():
-    """Of any run of a tensor: boxes in order, each of them a run, which together are it."""
-    for shape in ((), (7,), (3, 4), (2, 3, 4), (1, 5, 1, 2)):
-        for start, end in itertools.combinations_with_replacement(range(whole(shape).size() + 1), 2):
-            for box in run_boxes(shape, start, end):
-                length, count = layout.runs(box, shape)
-                assert (count, layout.run_starts(box, shape).tolist()) == (1, [start])
-                start += length
-            assert start == end
