@@ -160,7 +160,7 @@ class Redistribute(Plannable):
                 y = pool.empty(moves.boxes[team.rank].shape, shard.dtype, shard.device)
             elif overlap(y, shard):
                 source = copyable(shard).clone()
-            return y, source, *((moves.source.pack(source), moves.dest.buffer(y)) if moves.longest else (source, y))
+            return y, source, *((moves.source.pack(source), moves.buffer(team, y)) if moves.longest else (source, y))
 
         sizes = [box.size() * shard.itemsize for box in moves.boxes]
         y, *memory = results.allocate(self.name, team, sizes, make, self.agreed)
@@ -252,6 +252,13 @@ class Transfer:
             return Method("copies within each rank", "no rank needs data of another one")
         return self.route.method(team, "alltoallv", self._total, self.longest)
 
+    def buffer(self, team: Team, y: Tensor) -> Tensor:
+        """Return memory to receive the messages for `y`: `y` itself if they can arrive in place."""
+        typed = self.route.receives_boxes(team, self._total, self.longest)
+        if typed and y.is_contiguous() and max(map(len, self.dest.boxes)) < 2:
+            return y
+        return self.dest.buffer(y)
+
     def run(self, team: Team, y: Tensor, x: Tensor, messages: Tensor, buffer: Tensor) -> None:
         """Move the data from `x`, this rank's part, to `y`, its new part; any strides. Collective.
 
@@ -280,7 +287,8 @@ class Transfer:
         self, team: Team, source: Side, x: Tensor, messages: Tensor, dest: Side, y: Tensor, buffer: Tensor
     ) -> None:
         counts = source.counts, source.displs_in(messages, x), dest.counts, dest.displs_in(buffer, y)
-        self.route.alltoallv(team, messages, buffer, Alltoall(*counts, self.longest, self._total))
+        boxes = dest.boxes if buffer is y and dest.in_place is None else None
+        self.route.alltoallv(team, messages, buffer, Alltoall(*counts, self.longest, self._total, boxes))
 
 
 def balance(weights: Sequence[float], parts: int | None = None, *, group: GroupLike | None = None) -> list[int]:

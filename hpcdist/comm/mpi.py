@@ -60,9 +60,12 @@ class Mpi(Route):
         def usable(algorithm: str) -> bool:
             if algorithm == "window":
                 return not self._on_gpu and team.windows.problem is None
-            return algorithm != "mpi" or total <= LIMIT
+            return algorithm not in ("mpi", "typed") or total <= LIMIT
 
         return team.rules.choose(operation, total, largest, usable)
+
+    def receives_boxes(self, team: Team, total: int, largest: int) -> bool:
+        return not self._on_gpu and self.rule(team, "alltoallv", total, largest).algorithm == "typed"
 
     def _run(self, operation: str, team: Team, total: int, largest: int, *args: Any) -> None:
         rule = self.rule(team, operation, total, largest)
@@ -159,6 +162,24 @@ def _alltoallv(route: Mpi, team: Team, _: int, send: Tensor, recv: Tensor, what:
     )
 
 
+def _alltoallw(route: Mpi, team: Team, _: int, send: Tensor, recv: Tensor, what: Alltoall) -> None:
+    counts, displs, types = what.recvcounts, what.rdispls, [MPI.BYTE] * team.size
+    made = []
+    if what.boxes:  # of bytes, so that the types of both sides match
+        counts, displs = list(map(bool, counts)), [0] * team.size
+        for rank in filter(counts.__getitem__, range(team.size)):
+            [box] = what.boxes[rank]
+            shape, extents, offset = ([*of[:-1], of[-1] * recv.itemsize] for of in (recv.shape, box.shape, box.offset))
+            types[rank] = MPI.BYTE.Create_subarray(shape, extents, offset).Commit()
+            made.append(types[rank])
+    try:
+        sends = [memory(send), what.sendcounts, what.sdispls, [MPI.BYTE] * team.size]
+        team.comm.Alltoallw(sends, [memory(recv), counts, displs, types])
+    finally:
+        for datatype in made:
+            datatype.Free()
+
+
 def _by_sends(operation: Callable[..., None]) -> Callable[..., None]:
     return lambda route, team, segment, *args: operation(route, team, *args)
 
@@ -207,6 +228,6 @@ Mpi.algorithms = {
     "allgatherv": {"mpi": _allgatherv, "sends": _by_sends(Route.allgatherv), "ring": _ring, "window": _window},
     "gatherv": {"mpi": _gatherv, "sends": _by_sends(Route.gatherv)},
     "scatterv": {"mpi": _scatterv, "sends": _by_sends(Route.scatterv)},
-    "alltoallv": {"mpi": _alltoallv, "sends": _by_sends(Route.alltoallv)},
+    "alltoallv": {"mpi": _alltoallv, "typed": _alltoallw, "sends": _by_sends(Route.alltoallv)},
 }
 MPI_ROUTE, MPI_ON_GPU = Mpi(), Mpi(on_gpu=True)

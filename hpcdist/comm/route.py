@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
+from hpcdist.layout import Box
 from hpcdist.tensors.storage import as_bytes
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ class Alltoall(NamedTuple):
     Attributes:
         longest: size of the longest message of all ranks.
         total: maximum size of the `send` or `recv` of any rank.
+        boxes: boxes of `recv` into which the message of each rank goes, at most one for each, if receives_boxes(); then
+            `rdispls` has no meaning.
     """
 
     sendcounts: Ints
@@ -34,6 +37,7 @@ class Alltoall(NamedTuple):
     rdispls: Ints
     longest: int
     total: int
+    boxes: Sequence[Sequence[Box]] | None = None
 
 
 class Method(NamedTuple):
@@ -112,6 +116,10 @@ class Route:
             blocks[team.rank].copy_(send)
         sends = [(rank, send) for rank in range(team.size) if rank != team.rank]
         self.exchange(team, _nonempty(sends), _others(blocks, team.rank), max(counts))
+
+    def receives_boxes(self, team: Team, total: int, largest: int) -> bool:
+        """Return whether alltoallv() can receive into boxes of a contiguous tensor. The same on all ranks."""
+        return False
 
     def alltoallv(self, team: Team, send: Tensor, recv: Tensor, what: Alltoall) -> None:
         """Send rank i's ``send[sdispls[j]:]`` (sendcounts[j] bytes) into ``recv[rdispls[i]:]`` of rank j."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,31 @@ def test_a_forced_algorithm_is_taken_and_right(
         findings.check(said.methods == (tuning.ALGORITHMS["allgatherv"][algorithm],), said)
         findings.same(hd.concat(mine, group=group), whole, algorithm)
         findings.same(hd.concat(mine.t(), 1, group=group), whole.t().contiguous(), f"{algorithm}, dim 1")
+    group.Free()
+    findings.settle()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("algorithm", tuning.ALGORITHMS["alltoallv"])
+def test_a_forced_redistribute_is_right(world: hd.World, algorithm: str) -> None:
+    """Into new memory, into an `out` that is strided on one rank alone, and back by its gradient."""
+    findings, size, rank = Findings(world.comm), world.world_size, world.rank
+    whole = torch.arange((size + 1) * (2 * size + 1) * 300.0).view(size + 1, -1, 300)
+    layouts = [hd.Split(0), hd.Split(1), hd.Split(2), hd.Split(1, counts=[2 * size + 1] + [0] * (size - 1))]
+    group = world.comm.Dup()
+    with tuning.forced(team_of(group), "alltoallv", algorithm):
+        for src, dst in itertools.permutations(layouts, 2):
+            x, expected = (hd.local(whole, layout).clone() for layout in (src, dst))
+            said = hd.plan(hd.redistribute, x, src, dst, group=group)
+            findings.check(size == 1 or said.methods[0] in tuning.ALGORITHMS["alltoallv"].values(), said)
+            findings.same(hd.redistribute(x.requires_grad_(), src, dst, group=group), expected, f"{src} to {dst}")
+            out = torch.empty(expected.shape[::-1] if rank == 0 else expected.shape, dtype=x.dtype)
+            out = out.permute(2, 1, 0) if rank == 0 else out
+            with torch.no_grad():
+                findings.same(hd.redistribute(x, src, dst, group=group, out=out), expected, f"out, {src} to {dst}")
+            y = hd.redistribute(x, src, dst, group=group)
+            (y * expected).sum().backward()
+            findings.same(x.grad, x.detach(), f"gradient, {src} to {dst}")
     group.Free()
     findings.settle()
 
