@@ -154,7 +154,7 @@ def verdict(
     if all(reports[rank].doing == WAITS for rank in absent) and not any("HD301" in line for line in lines):
         lines += _circle(absent, peers_of, reports) + _threads_of(call, reports)
     if not lines and call.number == -1 - ANYBODY:
-        lines = [coded("HD606", "no rank has sent what this call receives")]
+        lines = [coded("HD601", "no rank has sent what this call receives")]
     lines = lines or _same_call(call, reports)
     if not absent:
         lines += [f"{report.who} is {report.doing}" for report in reports.values() if report.doing.startswith(IO)]

@@ -95,7 +95,7 @@ VERDICTS: dict[str, tuple[Entry, list[int], list[Report], list[str]]] = {
         "ranks 0, 1: in concat() at train.py:12"],
     ),
     "a message from anyone": (
-        *(CALL._replace(number=-1 - ANYBODY), [], []), ["no rank has sent what this call receives [HD606]"]
+        *(CALL._replace(number=-1 - ANYBODY), [], []), ["no rank has sent what this call receives [HD601]"]
     ),
     "there, and silent": (
         *(CALL, [1], [report(1, CALL, doing="running, but does not answer: ...")]),
