@@ -117,6 +117,8 @@ class Redistribute(Plannable):
             header = encode(_shapes(call))
             fits = checks.may_be_inline(call) and len(header) + call.x.nbytes <= team.inline
             call.inline = (header, row_major(call.x)) if fits else (header,)
+        if call.out is not None:  # in the header: no other rank then takes this call for an earlier one
+            call.out_extent = hash(tuple(call.out.shape)) % 2**62
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
         x = call.x
