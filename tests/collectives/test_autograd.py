@@ -64,27 +64,18 @@ def test_gather_concat_and_split(world: hd.World, route: str, planned: bool) -> 
         for shape, dim in [((sum(extents),), 0), ((2, sum(extents), 3), 1), ((3, sum(extents)), -1)]:
             whole = _whole(shape, turn)
             shards = [part(whole, dim, extents, rank) for rank in range(size)]
-            calls: dict[str, tuple[list[Tensor], Any, Any]] = {
-                "concat": (
-                    shards,
-                    lambda x, dim=dim: run(hd.concat, x, dim),
-                    lambda all_, d=dim: [torch.cat(all_, d)] * size,
-                ),
-                "gather": (
-                    shards,
-                    lambda x, dim=dim, root=root: run(hd.gather, x, dim, root),
-                    lambda all_, d=dim, r=root: [torch.cat(all_, d) if i == r else None for i in range(size)],
-                ),
-                "split": (
-                    [whole] * size,
-                    lambda x, dim=dim, root=root, extents=extents: run(
-                        hd.split, x if world.rank == root else None, dim, root, extents
-                    ),
-                    lambda all_, d=dim, r=root, extents=extents: [part(all_[r], d, extents, i) for i in range(size)],
-                ),
-            }
-            for verb, (inputs, call, oracle) in calls.items():
-                _check(world, inputs, call, oracle, f"{verb} {case} {shape} dim {dim} root {root}", findings)
+            join = lambda all_, dim=dim: torch.cat(all_, dim)  # noqa: E731
+            alone = lambda all_, root=root, join=join: [join(all_) if r == root else None for r in range(size)]  # noqa: E731
+            cut = lambda all_, a=(dim, extents), root=root: [part(all_[root], *a, r) for r in range(size)]  # noqa: E731
+            for verb, inputs, rest, oracle in (
+                (hd.concat, shards, (dim,), lambda all_, join=join: [join(all_)] * size),
+                (hd.gather, shards, (dim, root), alone),
+                (hd.split, [whole] * size, (dim, root, extents), cut),
+            ):
+                told = f"{verb.__name__} {case} {shape} dim {dim} root {root}"
+                given = lambda x, verb=verb, root=root: None if verb is hd.split and world.rank != root else x  # noqa: E731
+                call = lambda x, verb=verb, rest=rest, given=given: run(verb, given(x), *rest)  # noqa: E731
+                _check(world, inputs, call, oracle, told, findings)
     findings.settle()
 
 
@@ -258,16 +249,17 @@ def test_a_result_dies_with_its_last_reference(world: hd.World) -> None:
         "concat": lambda x: hd.concat(x),
         "redistribute": lambda x: hd.redistribute(x, hd.Split(0), hd.Replicate()),
         "in the background": lambda x: hd.concat(x, async_op=True).wait(30),
+        "split": lambda x: hd.split(x if world.rank == 0 else None),
     }
     gc.disable()
     try:
         for name, call in calls.items():
-            x = torch.ones(3, requires_grad=True)
+            x = torch.ones(world.world_size, requires_grad=True)
             y = call(x)
             y.sum().backward()
-            alive = weakref.ref(x)
+            alive = weakref.ref(x), weakref.ref(y)
             del x, y
-            findings.check(alive() is None, name)
+            findings.check([ref() for ref in alive] == [None, None], name)
     finally:
         gc.enable()
     findings.settle()

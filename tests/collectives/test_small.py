@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-import weakref
-from typing import Any
 
 import pytest
 import torch
 from cases import DTYPES, EXTENTS, Index, extents_of, part, whole_of
-from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
-from torch import Tensor
+from collective import Battery, Findings, assert_on_all_ranks, raises_on_all_ranks
 
 import hpcdist as hd
 from hpcdist.collectives import run
@@ -19,59 +15,41 @@ from hpcdist.collectives.join import Join
 from hpcdist.collectives.kept import BEHIND_HEADERS
 from hpcdist.collectives.redistribute import Redistribute
 from hpcdist.collectives.split import Scatter
-from hpcdist.comm import messages, mpi
 from hpcdist.comm.team import HEADER, inline_capacity
 from hpcdist.layout import limits
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
 
 
-def verbs(findings: Findings, world: hd.World, whole: Tensor, dim: int, extents: tuple[int, ...], **more: Any) -> None:
-    rank, root = world.rank, sum(extents) % world.world_size
-    context = f"{whole.dtype} {tuple(whole.shape)} dim {dim} extents {extents} {more}"
-    shard = part(whole, dim, extents, rank)
-    findings.same(hd.concat(shard, dim, **more), whole, f"concat {context}")
-    got = hd.gather(shard, dim, root, **more)
-    if rank == root:
-        findings.same(got, whole, f"gather {context}")
-    else:
-        findings.check(got is None, f"gather on another rank {context}")
-    mine = hd.split(whole if rank == root else None, dim, root, list(extents) if rank == root else None, **more)
-    findings.same(mine, shard, f"split {context}")
-    moved = hd.redistribute(shard, hd.Split(dim, list(extents)), hd.Replicate(), **more)
-    findings.same(moved, whole, f"redistribute {context}")
-
-
 @pytest.mark.parametrize("case", EXTENTS)
 def test_again_and_again_with_other_values(case: str, world: hd.World) -> None:
     """Every dtype and dim, the same call three times: what was kept of the first is not its data."""
-    findings = Findings(world.comm)
+    battery = Battery(world)
     extents = extents_of(case, world.world_size)
     for dtype, dim, salt in itertools.product(DTYPES, (0, 1), range(3)):
         shape = (sum(extents), 2) if dim == 0 else (2, sum(extents))
-        verbs(findings, world, whole_of(shape, dtype, salt), dim, extents)
-    findings.settle()
+        battery.run(whole_of(shape, dtype, salt), dim, extents, sum(extents) % world.world_size)
+    battery.findings.settle()
 
 
 def test_around_the_capacity(world: hd.World) -> None:
     """Of some ranks the data fit, of others they do not."""
-    findings = Findings(world.comm)
-    most = world._context.team.inline
+    battery, most = Battery(world), world._context.team.inline
     for nbytes, step, salt in itertools.product((most - 1, most, most + 1), (-1, 0, 1), range(2)):
         extents = tuple(nbytes + step * (rank % 2) for rank in range(world.world_size))
-        verbs(findings, world, whole_of((sum(extents),), torch.uint8, salt), 0, extents)
-    findings.settle()
+        battery.run(whole_of((sum(extents),), torch.uint8, salt), 0, extents, salt % world.world_size)
+    battery.findings.settle()
 
 
 @pytest.mark.parametrize("columns", [1, 300])
 def test_extents_that_change_on_one_rank_alone(columns: int, world: hd.World) -> None:
     """The others repeat their call, and find that it is not the same; also where the data are too large for headers."""
-    findings = Findings(world.comm)
+    battery = Battery(world)
     for turn in (0, 0, 1, 2, 2, 0, 100, 100, 0, 100, 0):
         extents = tuple(2 + turn * (rank == world.world_size - 1) for rank in range(world.world_size))
-        verbs(findings, world, whole_of((sum(extents), columns), torch.int64, turn), 0, extents)
-        verbs(findings, world, whole_of((columns, sum(extents)), torch.int64, turn), 1, extents)
-    findings.settle()
+        for dim, shape in enumerate(((sum(extents), columns), (columns, sum(extents)))):
+            battery.run(whole_of(shape, torch.int64, turn), dim, extents, 0)
+    battery.findings.settle()
 
 
 @pytest.mark.parametrize("given", ["all", "one", "turns"])
@@ -97,15 +75,6 @@ def test_into_memory_of_the_callers(given: str, world: hd.World) -> None:
         got = hd.gather(mine, root=size - 1, out=out if into and rank == size - 1 else None)
         findings.check(got is None if rank < size - 1 else torch.equal(got, whole), f"gather, turn {turn}")
     findings.settle()
-
-
-def test_counts_that_are_wrong_after_right_ones(world: hd.World) -> None:
-    """They equal the right ones, as floats do, but are no numbers of rows."""
-    size = world.world_size
-    split = lambda counts: hd.split(*((torch.arange(size), 0, 0, counts) if world.rank == 0 else (None,)))  # noqa: E731
-    for _ in range(2):
-        assert_on_all_ranks(world.comm, split([1] * size).tolist() == [world.rank])
-    raises_on_all_ranks(world.comm, hd.RankError, lambda: split([1.0] * size))
 
 
 def test_counts_that_change_in_place(world: hd.World) -> None:
@@ -137,6 +106,9 @@ def test_mistakes_between_repeated_calls(world: hd.World) -> None:
         raises_on_all_ranks(world.comm, hd.RankError, lambda given=given: hd.concat(given))
         whole = (mistake if world.rank == last else None) if world.world_size > 1 else mistake
         raises_on_all_ranks(world.comm, hd.RankError, lambda whole=whole: hd.split(whole, 3, last))
+    split = lambda counts: hd.split(*((expected, 0, 0, counts) if world.rank == 0 else (None,)))  # noqa: E731
+    assert_on_all_ranks(world.comm, torch.equal(split([2] * world.world_size), x))
+    raises_on_all_ranks(world.comm, hd.RankError, lambda: split([2.0] * world.world_size))
     for dim in (1.0, True, "0", [0]):
         hd.concat(x), hd.concat(x[:, None], 1)
         raises_on_all_ranks(world.comm, hd.RankError, lambda dim=dim: hd.concat(x[:, None], dim))
@@ -160,44 +132,17 @@ def test_other_calls_between_repeated_calls(world: hd.World) -> None:
     findings.settle()
 
 
-def test_a_result_is_memory_of_its_own_and_nothing_is_kept(world: hd.World) -> None:
-    x = torch.arange(3) + 10 * world.rank
-    first, second, third = hd.concat(x), hd.concat(x), hd.concat(x)
-    third.fill_(-1)
-    third.resize_(100)
-    assert_on_all_ranks(world.comm, torch.equal(first, second) and torch.equal(first, hd.concat(x)))
-    results = []
-    for _ in range(3):
-        x = torch.arange(3) + 10 * world.rank
-        results += [weakref.ref(x), weakref.ref(hd.concat(x)), weakref.ref(hd.split(x if world.rank == 0 else None))]
-        hd.gather(x)
-    del x
-    gc.collect()
-    assert_on_all_ranks(world.comm, all(result() is None for result in results))
-
-
-def test_a_small_call_sends_no_other_message(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("another message was sent")
-
-    for name in ("gatherv", "scatterv", "allgatherv", "alltoallv", "exchange"):
-        monkeypatch.setattr(mpi.Mpi, name, refuse)
-    monkeypatch.setattr(messages, "start", refuse)
-    x = torch.arange(3) + 10 * world.rank
-    expected = torch.cat([torch.arange(3) + 10 * rank for rank in range(world.world_size)])
-    for _ in range(2):
-        hd.gather(x)
-        assert_on_all_ranks(world.comm, torch.equal(hd.concat(x), expected))
-        assert_on_all_ranks(world.comm, len(hd.split(expected[:2] if world.rank == 0 else None)) <= 2)
-        assert_on_all_ranks(world.comm, hd.concat({"a": 0.5})["a"] == [0.5] * world.world_size)
-
-
 def test_what_is_remembered_is_bounded(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is forgotten is made again."""
     monkeypatch.setattr(run, "_MOST", 5)
-    for n in range(20):
-        whole = hd.concat(torch.full((n + 1,), n, dtype=torch.uint8))
-        assert_on_all_ranks(world.comm, whole.tolist() == [n] * ((n + 1) * world.world_size))
-    assert_on_all_ranks(world.comm, 0 < len(world._context.team.repeats) <= 5)
+    team = world._context.team
+    for turn in range(100):
+        n = turn % 70 + 1
+        whole = hd.concat(torch.full((n,), turn, dtype=torch.uint8))
+        assert_on_all_ranks(world.comm, whole.tolist() == [turn] * (n * world.world_size))
+        columns = hd.redistribute(x := whole_of((n, 2), torch.int32), hd.Replicate(), hd.Split(1))
+        assert_on_all_ranks(world.comm, torch.equal(columns, hd.local(x, hd.Split(1))))
+    assert_on_all_ranks(world.comm, 0 < len(team.repeats) <= 5 and len(team.plans) <= 64, len(team.plans))
 
 
 def test_the_headers_of_many_ranks_stay_small() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import DTYPES, EXTENTS, STRIDES, Index, copy_of, extents_of, part, same_bits, strides_for, whole_of
-from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
+from collective import Battery, Findings, assert_on_all_ranks, raises_on_all_ranks
 from mpi4py import MPI
 from torch import Tensor
 
@@ -33,42 +33,12 @@ def _shapes(extent: int) -> Iterator[tuple[tuple[int, ...], int]]:
             yield (*shape[:dim], extent, *shape[dim + 1 :]), dim if turns % 2 else dim - len(shape)
 
 
-class Battery:
-    """The three verbs on one whole tensor, and what each rank must hold afterwards."""
-
-    def __init__(self, world: hd.World, route: str, group: Group = None, rank: int = -1) -> None:
-        self.findings = Findings(world.comm)
-        self.options: dict[str, Any] = {"route": route, "group": group}
-        self.rank = world.rank if rank < 0 else rank  # in the group
-        self.context = ""
-
-    def run(self, whole: Tensor, dim: int, extents: tuple[int, ...], root: int) -> None:
-        """`whole` may have any strides: the shards are views of it."""
-        self.context = f"{whole.dtype} {tuple(whole.shape)} dim {dim} extents {extents} root {root} {self.options}"
-        before = copy_of(whole)
-        shard = part(whole, dim, extents, self.rank)
-        self.receives(hd.gather(shard, dim, root, **self.options), before, self.rank == root, "gather")
-        self.receives(hd.concat(shard, dim, **self.options), before, True, "concat")
-        counts = list(extents) if self.rank in (root, 0) else None
-        mine = hd.split(whole if self.rank == root else None, dim, root, counts, **self.options)
-        self.receives(mine, part(before, dim, extents, self.rank), True, "split")
-        self.findings.same(whole, before, f"input changed: {self.context}")
-
-    def receives(self, result: Tensor | None, expected: Tensor, receiver: bool, verb: str) -> None:
-        if not receiver:
-            self.findings.check(result is None, f"{verb} {self.context}: got a result, expected None")
-            return
-        self.findings.same(result, expected, f"{verb} {self.context}")
-        plain = isinstance(result, Tensor) and result.is_contiguous() and not result.requires_grad
-        self.findings.check(plain, f"{verb} {self.context}: the result is not contiguous, or has a gradient")
-
-
 @pytest.mark.parametrize("case", EXTENTS)
 @pytest.mark.parametrize("route", [*ROUTES, "hdf5"])
 def test_every_shape_dim_and_root(world: hd.World, route: str, case: str) -> None:
     """1-d to 4-d, each dim from the front and the back, each root; the dtypes and their strides take turns."""
     extents, size = extents_of(case, world.world_size), world.world_size
-    battery, dtypes = Battery(world, route), itertools.cycle(DTYPES)
+    battery, dtypes = Battery(world, route=route), itertools.cycle(DTYPES)
     for _ in range(3 * list(EXTENTS).index(case)):
         next(dtypes)
     for turn, (shape, dim) in enumerate(list(_shapes(sum(extents)))[:: 3 if route == "hdf5" else 1]):
@@ -196,7 +166,7 @@ def test_results_own_their_memory(world: hd.World, route: str) -> None:
 
 def _run_in(world: hd.World, route: str, group: Group, rank: int, size: int) -> None:
     """What each rank of a group must get; a rank outside, which has rank -1, only hears the verdict."""
-    battery = Battery(world, route, group, rank)
+    battery = Battery(world, rank, route=route, group=group)
     for turn, case in enumerate(EXTENTS if rank >= 0 else ()):
         # The first call leaves ranks without data: what is set up when it is first used must not wait for them.
         extents = extents_of(case if turn else "all on one rank", size)

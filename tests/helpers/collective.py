@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from cases import same_bits
+from cases import copy_of, part, same_bits
 
+import hpcdist as hd
 from hpcdist.runtime import world as worlds
 from hpcdist.validation import collective
 from hpcdist.validation.call import Call
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from hpcdist import World
 
-__all__ = ["Findings", "assert_on_all_ranks", "change_settings", "failures_elsewhere", "raises_on_all_ranks"]
+__all__ = ["Battery", "Findings", "assert_on_all_ranks", "change_settings", "failures_elsewhere", "raises_on_all_ranks"]
 
 E = TypeVar("E", bound=Exception)
 
@@ -85,6 +86,33 @@ class Findings:
         more = f" (and {len(self.found) - _SHOWN} more)" if len(self.found) > _SHOWN else ""
         assert_on_all_ranks(self.comm, not self.found, "\n    ".join(self.found[:_SHOWN]) + more)
         assert_on_all_ranks(self.comm, self.checked, "nothing was checked")
+
+
+class Battery:
+    """The verbs on one whole tensor, and what each rank must hold afterwards."""
+
+    def __init__(self, world: World, rank: int = -1, **options: Any) -> None:
+        self.findings, self.options = Findings(world.comm), options
+        self.rank = world.rank if rank < 0 else rank  # in the group
+
+    def run(self, whole: torch.Tensor, dim: int, extents: tuple[int, ...], root: int) -> None:
+        """`whole` may have any strides: the shards are views of it."""
+        context = f"{whole.dtype} {tuple(whole.shape)} dim {dim} extents {extents} root {root} {self.options}"
+        before, shard, rank, options = copy_of(whole), part(whole, dim, extents, self.rank), self.rank, self.options
+        mine, counts = part(before, dim, extents, rank), list(extents) if rank in (root, 0) else None
+        for verb, result, expected in (
+            ("gather", hd.gather(shard, dim, root, **options), before if rank == root else None),
+            ("concat", hd.concat(shard, dim, **options), before),
+            ("split", hd.split(whole if rank == root else None, dim, root, counts, **options), mine),
+            ("redistribute", hd.redistribute(shard, hd.Split(dim, extents), hd.Replicate(), **options), before),
+        ):
+            if expected is None:
+                self.findings.check(result is None, f"{verb} {context}: got a result, expected None")
+                continue
+            self.findings.same(result, expected, f"{verb} {context}")
+            plain = result.is_contiguous() and not result.requires_grad
+            self.findings.check(plain, f"{verb} {context}: the result is not contiguous, or has a gradient")
+        self.findings.same(whole, before, f"input changed: {context}")
 
 
 def _meet(comm: MPI.Comm) -> None:
