@@ -3,14 +3,13 @@
 Importing this package neither starts MPI nor reads the environment; :func:`init` does.
 """
 
-from hpcdist.process.startup import COMMAND
+from hpcdist.process.startup import COMMAND, __version__, require  # noqa: F401
 
 # Commands that run where torch is missing, or spare a shared file system its import. All others get all names at once:
 # an import of this package registers its backend with torch.
 if COMMAND not in ("explain", "stage-env"):
-    from hpcdist.process.versions import __version__  # noqa: F401  # before other imports trip over what is too old
+    require()  # before other imports trip over what is too old
 
-    # isort: split
     from hpcdist import layout, memory, staging
     from hpcdist.collectives.plans import plan
     from hpcdist.collectives.redistribute import balance, local, redistribute

@@ -6,7 +6,7 @@ import argparse
 import runpy
 import sys
 
-from hpcdist.process.versions import __version__
+from hpcdist.process.startup import __version__
 from hpcdist.runtime.commandline import Parser
 
 # Name -> what it does, the module to run, and words that come before the user's.

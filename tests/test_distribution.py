@@ -19,7 +19,7 @@ from launch import launcher, run
 
 import hpcdist
 from hpcdist.comm.launcher import without_launcher
-from hpcdist.process.versions import OLDEST
+from hpcdist.process.startup import OLDEST
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 110  # seconds for one of pip's commands, on a machine that may be busy

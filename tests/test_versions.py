@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launch import run
 
-from hpcdist.process.versions import OLDEST, problem, require
+from hpcdist.process.startup import OLDEST, problem, require
 
 ROOT = Path(__file__).resolve().parent.parent
 

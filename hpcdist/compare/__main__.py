@@ -22,12 +22,11 @@ from hpcdist.compare.timing import Timing, measure
 from hpcdist.control import objects
 from hpcdist.errors import InputError
 from hpcdist.formats.paths import check_target, file_errors, read_json, write_errors, write_text
-from hpcdist.runtime.cli import progress, run
+from hpcdist.runtime.cli import Table, progress, run, write_page
 from hpcdist.runtime.commandline import Parser, path, plural, show_bytes
-from hpcdist.runtime.page import Table, render, write
 from hpcdist.runtime.world import World
 from hpcdist.tensors import accelerator
-from hpcdist.trace.analysis import read
+from hpcdist.trace import read
 
 FORMAT = "hpcdist compare 1"
 _SHAPES = [
@@ -273,12 +272,11 @@ def _reported(args: argparse.Namespace, record: dict[str, Any]) -> str:
     """Write the files, and return the report for a terminal."""
     target = Path(args.output).with_suffix(".json")
     lines, tables, groups = _against(args.files) if args.files else _alone(record)
-    picture = render(Path(__file__).with_name("bars.html.j2"), groups=groups)
     written = [str(target.with_suffix(".html"))]
     if not args.files:
         write_text(target, json.dumps(record, indent=1) + "\n")
         written.append(str(target))
-    write(written[0], lines, picture, tables)
+    write_page(written[0], lines, tables, Path(__file__).with_name("bars.html.j2"), groups=groups)
     written.append(_png(target.with_suffix(".png"), lines[0], groups))
     return "\n\n".join(["\n".join(lines), *map(str, tables), f"written: {', '.join(written)}"])
 

@@ -37,7 +37,7 @@ from hpcdist.control import objects
 from hpcdist.doctor.checks import Facts, known, socket_problem
 from hpcdist.errors import HpcdistError, reason
 from hpcdist.process import binding, host_memory
-from hpcdist.process.versions import __version__
+from hpcdist.process.startup import __version__
 from hpcdist.routes import select
 from hpcdist.runtime import world
 from hpcdist.runtime.cli import placed, timed

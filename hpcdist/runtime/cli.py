@@ -1,18 +1,21 @@
-"""Parse the command line, print on rank 0, and report bad input in one line with one exit status."""
+"""Parse the command line, print on rank 0, report bad input in one line with one exit status; tables and pages."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import numpy as np
 from torch import Tensor
 
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, LaunchError
+from hpcdist.formats.paths import write_text
 from hpcdist.process import abort, host_memory
 from hpcdist.process.streams import escape, printing
 from hpcdist.runtime import world
@@ -22,6 +25,7 @@ from hpcdist.tensors import accelerator
 
 T = TypeVar("T")
 
+_ROWS = 16  # of a Table
 _MIN_WINDOW = 1024  # bytes: each piece has a checksum, which must not be longer than the piece
 
 
@@ -131,3 +135,40 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip()
         for row in cells
     )
+
+
+class Table:
+    """The rows of `columns` with the largest `bars`, or in their own order; the page draws the bars."""
+
+    def __init__(self, title: str, bars: Any, columns: Mapping[str, Iterable[Any]], largest: bool = True) -> None:
+        order = np.argsort(-bars if largest else 0 * bars, kind="stable")[:_ROWS]
+        rows = [*zip(*columns.values(), strict=True)]
+        self.title = f"{title} (the first {_ROWS} of {len(rows)})" if len(rows) > _ROWS else title
+        self.head = [*columns]
+        self.rows = [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in rows[i]] for i in order]
+        self.bars = bars[order] / (bars.max(initial=0) or 1)
+
+    def __str__(self) -> str:
+        return f"{self.title}\n{table(self.head, self.rows)}"
+
+
+def write_page(
+    path: str | Path, lines: Sequence[str], tables: Sequence[Table], picture: str | Path, **values: Any
+) -> None:
+    """Write a report as one page in HTML that needs no other file: sentences, a picture, and tables.
+
+    Args:
+        picture: template of jinja2 for the picture, filled in with `values`.
+
+    Raises:
+        FileError: it cannot be written.
+    """
+    import jinja2
+
+    here = Path(__file__).parent
+
+    def fill(template: str | Path, **values: Any) -> str:
+        return str(jinja2.Template((here / template).read_text(), autoescape=True, trim_blocks=True).render(values))
+
+    page = fill("page.html.j2", lines=lines, picture=fill(picture, **values), tables=tables)
+    write_text(path, page)

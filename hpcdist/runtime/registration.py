@@ -264,7 +264,7 @@ def _create(name: str, options: Any, backend_options: Any = None) -> Any:
         options: torch's: store, group_rank, group_size, timeout, group_id, global_ranks_in_group.
         backend_options: torch's options of a backend, or None.
     """
-    from hpcdist.backend.group import MpiBackend, MpiProcessGroup, team_of
+    from hpcdist.backend.operations import MpiBackend, MpiProcessGroup, team_of
     from hpcdist.backend.works import install
 
     ranks, timeout = list(options.global_ranks_in_group), options.timeout

@@ -17,8 +17,7 @@ import pytest
 import torch
 from launch import mpirun
 
-from hpcdist.trace.__main__ import main
-from hpcdist.trace.analysis import read
+from hpcdist.trace import main, read
 
 pytestmark = pytest.mark.once
 JOB = "20261125T021530-1a2b3c4d"

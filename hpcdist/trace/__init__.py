@@ -1,1 +1,0 @@
-"""The command ``python -m hpcdist.trace DIR``: merge the traces of a run's ranks, and report the slow ones."""
