@@ -4,7 +4,7 @@ Usage: python checkpoint_tests.py PLAN     a JSON file
 
 The plan has the storage, "files" for torch's own FileSystemWriter and FileSystemReader, or "hdf5": then these names are
 classes of hpcdist.staging.dcp, in torch and therefore in the test files; the paths of the test files; the names of
-tests that have run; and the path of the notes, which get a JSON line for each test that starts or ends.
+tests that have run; and a folder, whose rank-0.jsonl gets a JSON line for each test that starts or ends.
 
 PyTorch's test cases start a process for each rank, which imports torch anew. Without GPUs, they are forks of this
 process here, which has imported it: that takes seconds less a test; and tests that want several GPUs run as well, on
@@ -67,25 +67,27 @@ class Result(unittest.TextTestResult):
 
     notes: Any
 
-    def _note(self, test: unittest.TestCase, **what: str) -> None:
-        json.dump({"name": test.id(), **what}, self.notes)
-        self.notes.write("\n")
+    def _note(self, **what: Any) -> None:
+        self.notes.write(json.dumps(what) + "\n")
+
+    def _end(self, test: unittest.TestCase, outcome: str, reason: str = "") -> None:
+        self._note(end=test.id(), outcome=outcome, reason=reason)
 
     def startTest(self, test: unittest.TestCase) -> None:  # noqa: N802
         super().startTest(test)
-        self._note(test)
+        self._note(start=test.id())
 
     def addSuccess(self, test: unittest.TestCase) -> None:  # noqa: N802
         super().addSuccess(test)
-        self._note(test, outcome="passed", reason="")
+        self._end(test, "passed")
 
     def addSkip(self, test: unittest.TestCase, reason: str) -> None:  # noqa: N802
         super().addSkip(test, reason)
-        self._note(test, outcome="skipped", reason=reason)
+        self._end(test, "skipped", reason)
 
     def addError(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
         super().addError(test, err)
-        self._note(test, outcome="failed", reason=str(self._exc_info_to_string(err, test))[-6000:])  # type: ignore[attr-defined]
+        self._end(test, "failed", str(self._exc_info_to_string(err, test))[-6000:])  # type: ignore[attr-defined]
 
     addFailure = addError  # noqa: N815
 
@@ -138,15 +140,15 @@ def main() -> int:
     # PyTorch's processes find the classes above by this name: those that torch starts for async_save import them anew
     sys.modules["checkpoint_tests"] = sys.modules["__main__"]
     Writer.__module__ = Reader.__module__ = "checkpoint_tests"
-    with Path(plan["notes"]).open("w", buffering=1) as Result.notes:
+    with (Path(plan["folder"]) / "rank-0.jsonl").open("w", buffering=1) as Result.notes:
+        Result.notes.write(json.dumps({"pid": os.getpid()}) + "\n")
         for path in map(Path, plan["files"]):
             sys.path.insert(0, str(path.parent))
             module = importlib.import_module(path.stem)
             loaded = unittest.defaultTestLoader.loadTestsFromModule(module)
             suite = unittest.TestSuite(test for test in _tests(loaded) if test.id() not in plan["done"])
             unittest.TextTestRunner(resultclass=Result, verbosity=2).run(suite)
-        json.dump({"done": True}, Result.notes)
-        Result.notes.write("\n")
+        Result.notes.write(json.dumps({"done": True}) + "\n")
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 Results = dict[str, dict[str, Any]]
@@ -34,92 +34,80 @@ CAUSES: dict[str, str] = {
 }
 
 
-def page(runs: list[dict[str, Any]]) -> tuple[str, list[str]]:
-    """The text, and the tests that gloo passes and another backend does not."""
-    table: dict[tuple[str, str, int], dict[str, Results]] = defaultdict(dict)
+Entry = tuple[
+    tuple[object, ...], str, str, str, Results
+]  # cells of its row, label and place of its tests, column, results
+
+
+def page(
+    top: list[str], titles: list[str], columns: list[str], causes: dict[str, str], entries: list[Entry], fold: Any = sum
+) -> tuple[str, list[str]]:
+    """The text, and the tests that pass in the first column and not in another one, of those of all columns."""
+    table: dict[tuple[tuple[object, ...], str, str], dict[str, Results]] = defaultdict(dict)
+    skips: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for cells, label, place, column, results in entries:
+        table[cells, label, place][column] = results
+        skipped = Counter(_kind(brief(one["reason"])) for one in results.values() if one["outcome"] == "skipped")
+        for reason, count in skipped.items():
+            skips[reason][column] = fold((skips[reason][column], count))
+    lines = [*top, *_head(*titles, *(f"{name}: {', '.join(OUTCOMES)}" for name in columns))]
+    found: dict[bool, dict[tuple[str, ...], list[str]]] = {False: defaultdict(list), True: defaultdict(list)}
+    worse = []
+    for (cells, label, place), of in sorted(table.items(), key=str):
+        counts = {name: Counter(one["outcome"] for one in results.values()) for name, results in of.items()}
+        told = (", ".join(str(counts[c][kind]) for kind in OUTCOMES) if c in of else "did not run" for c in columns)
+        lines.append(_row(*cells, *told))
+        if len(of) < len(columns):
+            continue
+        for name in sorted(set.intersection(*map(set, of.values()))):
+            ones = [of[column][name] for column in columns]
+            outcomes = [one["outcome"] for one in ones]
+            if len(set(outcomes)) > 1 or "failed" in outcomes:
+                short = name.rpartition(".")[2]
+                why = causes.get(short) or next((brief(one["reason"]) for one in ones if one["reason"]), "")
+                found[set(outcomes) == {"failed"}][label, short, *outcomes, why].append(place)
+            if outcomes[0] == "passed" and "failed" in outcomes:
+                worse.append(f"{label} {name}, {place}")
+    for title, rows in (("Where they differ", found[False]), ("Failures of all", found[True])):
+        lines += ["", f"## {title}", "", *(_head("of", "test", *columns, "why", "where") if rows else ["Nothing."])]
+        lines += [_row(*cells, ", ".join(where)) for cells, where in rows.items()]
+    lines += [
+        "",
+        "## Why tests are skipped",
+        "",
+        "The largest number in one row above.",
+        "",
+        *_head("reason", *columns),
+    ]
+    order = sorted(skips.items(), key=lambda item: (-max(item[1].values()), item[0]))
+    return "\n".join([*lines, *(_row(reason, *(of[name] for name in columns)) for reason, of in order)]) + "\n", worse
+
+
+def _kind(reason: str) -> str:
+    return re.sub(r"^(gloo|mpi|mpi4py) ", "", reason)
+
+
+def page_of_suites(runs: list[dict[str, Any]]) -> tuple[str, list[str]]:
+    """The text of docs/pytorch-suites.md, and the tests that gloo passes and another backend does not."""
+    entries = []
     for run in runs:
-        for tests_of in ("gloo", "mpi"):
+        for of in ("gloo", "mpi"):
             results = {
-                name: one
-                for name, one in run["results"].items()
-                if ("mpi" if one.get("tests_of") == "mpi" else "gloo") == tests_of
+                name: one for name, one in run["results"].items() if (one.get("tests_of") == "mpi") == (of == "mpi")
             }
-            suite = run["suite"] + ", for MPI" * (tests_of == "mpi")
+            suite, place = run["suite"] + ", for MPI" * (of == "mpi"), f"torch {run['torch']} np {run['np']}"
             if results:
-                table[run["torch"], suite, run["np"]][run["backend"]] = results
-    backends = sorted({run["backend"] for run in runs})
-    mpis = sorted({run["mpi"] for run in runs})
-    lines = [HEAD, f"MPI: {', '.join(mpis)}.", "", *_counts(table, backends)]
-    differs, same, worse = _failures(table, backends)
-    lines += ["", "## Where they differ", "", *(differs or ["Nowhere."])]
-    lines += ["", "## Failures of all backends", "", *(same or ["Nothing."])]
-    lines += ["", "## Why tests are skipped", "", *_skips(table, backends)]
-    return "\n".join(lines) + "\n", worse
+                entries.append(((run["torch"], suite, run["np"]), suite, place, run["backend"], results))
+    top = [HEAD, f"MPI: {', '.join(sorted({run['mpi'] for run in runs}))}.", ""]
+    return page(top, ["torch", "suite", "ranks"], sorted({run["backend"] for run in runs}), CAUSES, entries, max)
 
 
-def row(*cells: object) -> str:
+def _row(*cells: object) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def head(*cells: str) -> list[str]:
-    return [row(*cells), row(*["---"] * len(cells))]
-
-
-def _counts(table: dict[Any, dict[str, Results]], backends: list[str]) -> list[str]:
-    lines = head("torch", "suite", "ranks", *(f"{name}: passed, failed, skipped" for name in backends))
-    for (torch, suite, np), of in sorted(table.items()):
-        cells = []
-        for backend in backends:
-            outcomes = [one["outcome"] for one in of.get(backend, {}).values()]
-            cells.append(", ".join(str(outcomes.count(kind)) for kind in OUTCOMES) if outcomes else "did not run")
-        lines.append(row(torch, suite, np, *cells))
-    return lines
-
-
-def _failures(table: dict[Any, dict[str, Results]], backends: list[str]) -> tuple[list[str], list[str], list[str]]:
-    """Rows of tests whose outcomes differ, and of those that fail with all; the tests that only gloo passes.
-
-    Of those that all backends have run."""
-    differ: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    same: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    worse = []
-    for (torch, suite, np), of in sorted(table.items()):
-        if len(of) < len(backends):
-            continue
-        for name in sorted(set.intersection(*(set(results) for results in of.values()))):
-            ones = [of[backend][name] for backend in backends]
-            outcomes = [one["outcome"] for one in ones]
-            if len(set(outcomes)) == 1 and "failed" not in outcomes:
-                continue
-            why = CAUSES.get(name) or next((brief(one["reason"]) for one in ones if one["reason"]), "")
-            target = same if set(outcomes) == {"failed"} else differ
-            target[suite, name, *outcomes, why].append(f"{torch} np {np}")
-            if dict(zip(backends, outcomes, strict=True)).get("gloo") == "passed" and "failed" in outcomes:
-                worse.append(f"{suite} {name}, torch {torch}, np {np}")
-    tables = []
-    for rows in (differ, same):
-        body = [row(*cells[:-1], cells[-1], ", ".join(where)) for cells, where in rows.items()]
-        tables.append([*head("suite", "test", *backends, "why", "torch, ranks"), *body] if body else [])
-    return tables[0], tables[1], worse
-
-
-def _skips(table: dict[Any, dict[str, Results]], backends: list[str]) -> list[str]:
-    reasons: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    for of in table.values():
-        for backend, results in of.items():
-            counts: dict[str, int] = defaultdict(int)
-            for one in results.values():
-                if one["outcome"] == "skipped":
-                    counts[re.sub(r"^(gloo|mpi|mpi4py) ", "", brief(one["reason"]))] += 1
-            for reason, count in counts.items():
-                reasons[reason][backend] = max(reasons[reason][backend], count)
-    lines = [
-        "The largest number in one run of a suite; of a test that is skipped for MPI as well, that reason.",
-        "",
-        *head("reason", *backends),
-    ]
-    order = sorted(reasons.items(), key=lambda item: (-max(item[1].values()), item[0]))
-    return [*lines, *(row(reason, *(counts[backend] for backend in backends)) for reason, counts in order)]
+def _head(*cells: str) -> list[str]:
+    return [_row(*cells), _row(*["---"] * len(cells))]
 
 
 def brief(reason: str) -> str:
