@@ -8,16 +8,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 from torch import Tensor
 
-from hpcdist.comm import tuning, window
+from hpcdist.comm import window
 from hpcdist.comm.messages import memory, pieces, start
-from hpcdist.comm.route import Alltoall, Ints, Message, Method, Route, cut
-from hpcdist.comm.tuning import Rule
+from hpcdist.comm.route import Alltoall, Message, Method, Route, Vector, cut
+from hpcdist.comm.tuning import ALGORITHMS
 from hpcdist.layout import limits
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import as_bytes
@@ -36,7 +36,7 @@ class Mpi(Route):
     """
 
     name = "mpi"
-    algorithms: dict[str, dict[str, Callable[..., None]]]  # see hpcdist/comm/tuning.py
+    table = ""
 
     def __init__(self, on_gpu: bool = False) -> None:
         self._on_gpu = on_gpu
@@ -45,37 +45,19 @@ class Mpi(Route):
         return not gpu or _takes_gpu_memory(team)
 
     def method(self, team: Team, operation: str, nbytes: int, largest: int = 0) -> Method:
-        if operation == "exchange":
-            return Method("MPI sends and receives")
-        rule, names = self.rule(team, operation, nbytes, largest), tuning.ALGORITHMS[operation]
-        if nbytes > LIMIT and rule.algorithm == "sends":
+        found, names = super().method(team, operation, nbytes, largest), ALGORITHMS[operation]
+        if nbytes > LIMIT and found.name == names["sends"]:
             why = f"{nbytes:,} bytes in all are more than the {LIMIT:,} that {names['mpi']} can count"
-        else:
-            why = team.rules.reason(operation, rule, nbytes, largest)
-        return Method(names[rule.algorithm], why)
+            return Method(found.name, why)
+        return found
 
-    def rule(self, team: Team, operation: str, total: int, largest: int) -> Rule:
-        """Choose the algorithm for messages of `total` bytes, of which the largest has `largest`."""
-
-        def usable(algorithm: str) -> bool:
-            if algorithm == "window":
-                return not self._on_gpu and team.windows.problem is None
-            return algorithm not in ("mpi", "typed") or total <= LIMIT
-
-        return team.rules.choose(operation, total, largest, usable)
+    def usable(self, team: Team, algorithm: str, total: int, largest: int) -> bool:
+        if algorithm == "window":
+            return not self._on_gpu and team.windows.problem is None
+        return algorithm not in ("mpi", "typed") or total <= LIMIT
 
     def receives_boxes(self, team: Team, total: int, largest: int) -> bool:
         return not self._on_gpu and self.rule(team, "alltoallv", total, largest).algorithm == "typed"
-
-    def _run(self, operation: str, team: Team, total: int, largest: int, *args: Any) -> None:
-        rule = self.rule(team, operation, total, largest)
-        self.algorithms[operation][rule.algorithm](self, team, rule.segment, *args)
-
-    def gatherv(self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int) -> None:
-        self._run("gatherv", team, sum(counts), max(counts), send, recv, counts, displs, root)
-
-    def scatterv(self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int) -> None:
-        self._run("scatterv", team, sum(counts), max(counts), send, recv, counts, displs, root)
 
     def allgather(self, team: Team, send: Tensor, blocks: Sequence[Tensor]) -> bool:
         counts = [block.numel() for block in blocks]
@@ -85,39 +67,52 @@ class Mpi(Route):
             return True
         return rule.algorithm == "window" and window.in_rounds(team, send, blocks)
 
-    def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
-        self._run("allgatherv", team, sum(counts), max(counts), send, recv, counts, displs)
-
-    def alltoallv(self, team: Team, send: Tensor, recv: Tensor, what: Alltoall) -> None:
-        self._run("alltoallv", team, what.total, what.longest, send, recv, what)
-
     def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
         for request in start(team, sends, recvs):
             request.Wait()
 
+    def gatherv_mpi(self, team: Team, send: Tensor, recv: Tensor | None, what: Vector) -> None:
+        spec = None if recv is None else [memory(recv), what.counts, what.displs, MPI.BYTE]
+        team.comm.Gatherv([memory(send), what.counts[team.rank], MPI.BYTE], spec, what.root)
 
-def _gatherv(
-    route: Mpi, team: Team, _: int, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int
-) -> None:
-    spec = None if recv is None else [memory(recv), counts, displs, MPI.BYTE]
-    team.comm.Gatherv([memory(send), counts[team.rank], MPI.BYTE], spec, root)
+    def scatterv_mpi(self, team: Team, send: Tensor | None, recv: Tensor, what: Vector) -> None:
+        spec = None if send is None else [memory(send), what.counts, what.displs, MPI.BYTE]
+        team.comm.Scatterv(spec, [memory(recv), what.counts[team.rank], MPI.BYTE], what.root)
 
+    def allgatherv_mpi(self, team: Team, send: Tensor, recv: Tensor, what: Vector) -> None:
+        in_place = send.data_ptr() == recv.data_ptr() + what.displs[team.rank]  # MPI requires it
+        spec = MPI.IN_PLACE if in_place else [memory(send), what.counts[team.rank], MPI.BYTE]
+        team.comm.Allgatherv(spec, [memory(recv), what.counts, what.displs, MPI.BYTE])
 
-def _scatterv(
-    route: Mpi, team: Team, _: int, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int
-) -> None:
-    spec = None if send is None else [memory(send), counts, displs, MPI.BYTE]
-    team.comm.Scatterv(spec, [memory(recv), counts[team.rank], MPI.BYTE], root)
+    def allgatherv_ring(self, team: Team, send: Tensor, recv: Tensor, what: Vector) -> None:
+        self.allgather(team, as_bytes(send), cut(recv, what.counts, what.displs))
 
+    def allgatherv_window(self, team: Team, send: Tensor, recv: Tensor, what: Vector) -> None:
+        if not self.allgather(team, as_bytes(send), cut(recv, what.counts, what.displs)):
+            self.allgatherv_sends(team, send, recv, what)
 
-def _allgatherv(route: Mpi, team: Team, _: int, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
-    in_place = send.data_ptr() == recv.data_ptr() + displs[team.rank]  # MPI requires it
-    spec = MPI.IN_PLACE if in_place else [memory(send), counts[team.rank], MPI.BYTE]
-    team.comm.Allgatherv(spec, [memory(recv), counts, displs, MPI.BYTE])
+    def alltoallv_mpi(self, team: Team, send: Tensor, recv: Tensor, what: Alltoall) -> None:
+        team.comm.Alltoallv(
+            [memory(send), what.sendcounts, what.sdispls, MPI.BYTE],
+            [memory(recv), what.recvcounts, what.rdispls, MPI.BYTE],
+        )
 
-
-def _ring(route: Mpi, team: Team, segment: int, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
-    _pass_around(team, segment, as_bytes(send), cut(recv, counts, displs))
+    def alltoallv_typed(self, team: Team, send: Tensor, recv: Tensor, what: Alltoall) -> None:
+        counts, displs, types = what.recvcounts, what.rdispls, [MPI.BYTE] * team.size
+        made = []
+        if what.boxes:  # of bytes, so that the types of both sides match
+            counts, displs = list(map(bool, counts)), [0] * team.size
+            for rank in filter(counts.__getitem__, range(team.size)):
+                [box] = what.boxes[rank]
+                sizes = ([*of[:-1], of[-1] * recv.itemsize] for of in (recv.shape, box.shape, box.offset))
+                types[rank] = MPI.BYTE.Create_subarray(*sizes).Commit()
+                made.append(types[rank])
+        try:
+            sends = [memory(send), what.sendcounts, what.sdispls, [MPI.BYTE] * team.size]
+            team.comm.Alltoallw(sends, [memory(recv), counts, displs, types])
+        finally:
+            for datatype in made:
+                datatype.Free()
 
 
 def _pass_around(team: Team, segment: int, send: Tensor, blocks: Sequence[Tensor]) -> None:
@@ -148,40 +143,6 @@ def _pass_around(team: Team, segment: int, send: Tensor, blocks: Sequence[Tensor
             sent.append(comm.Isend(piece, right))
     for request in sent:
         request.Wait()
-
-
-def _window(route: Mpi, team: Team, _: int, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
-    if not window.in_rounds(team, as_bytes(send), cut(recv, counts, displs)):
-        Route.allgatherv(route, team, send, recv, counts, displs)
-
-
-def _alltoallv(route: Mpi, team: Team, _: int, send: Tensor, recv: Tensor, what: Alltoall) -> None:
-    team.comm.Alltoallv(
-        [memory(send), what.sendcounts, what.sdispls, MPI.BYTE],
-        [memory(recv), what.recvcounts, what.rdispls, MPI.BYTE],
-    )
-
-
-def _alltoallw(route: Mpi, team: Team, _: int, send: Tensor, recv: Tensor, what: Alltoall) -> None:
-    counts, displs, types = what.recvcounts, what.rdispls, [MPI.BYTE] * team.size
-    made = []
-    if what.boxes:  # of bytes, so that the types of both sides match
-        counts, displs = list(map(bool, counts)), [0] * team.size
-        for rank in filter(counts.__getitem__, range(team.size)):
-            [box] = what.boxes[rank]
-            shape, extents, offset = ([*of[:-1], of[-1] * recv.itemsize] for of in (recv.shape, box.shape, box.offset))
-            types[rank] = MPI.BYTE.Create_subarray(shape, extents, offset).Commit()
-            made.append(types[rank])
-    try:
-        sends = [memory(send), what.sendcounts, what.sdispls, [MPI.BYTE] * team.size]
-        team.comm.Alltoallw(sends, [memory(recv), counts, displs, types])
-    finally:
-        for datatype in made:
-            datatype.Free()
-
-
-def _by_sends(operation: Callable[..., None]) -> Callable[..., None]:
-    return lambda route, team, segment, *args: operation(route, team, *args)
 
 
 _SECONDS = 60  # for a child process that imports torch, opens the GPU and sends itself a message
@@ -224,10 +185,4 @@ def _try(environ: dict[str, str]) -> bool:
         return False
 
 
-Mpi.algorithms = {
-    "allgatherv": {"mpi": _allgatherv, "sends": _by_sends(Route.allgatherv), "ring": _ring, "window": _window},
-    "gatherv": {"mpi": _gatherv, "sends": _by_sends(Route.gatherv)},
-    "scatterv": {"mpi": _scatterv, "sends": _by_sends(Route.scatterv)},
-    "alltoallv": {"mpi": _alltoallv, "typed": _alltoallw, "sends": _by_sends(Route.alltoallv)},
-}
 MPI_ROUTE, MPI_ON_GPU = Mpi(), Mpi(on_gpu=True)

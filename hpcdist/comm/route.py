@@ -7,10 +7,11 @@ order, and already agreed on by all ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from hpcdist.comm.tuning import ALGORITHMS, Rule
 from hpcdist.layout import Box
 from hpcdist.tensors.storage import as_bytes
 
@@ -40,6 +41,22 @@ class Alltoall(NamedTuple):
     boxes: Sequence[Sequence[Box]] | None = None
 
 
+class Vector(NamedTuple):
+    """Counts and displacements of all ranks in another operation, in bytes; and its root, if it has one."""
+
+    counts: Ints
+    displs: Ints
+    root: int = 0
+
+    @property
+    def longest(self) -> int:
+        return max(self.counts)
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts)
+
+
 class Method(NamedTuple):
     """How data move, and the reasons, for hpcdist.plan(). The same on all ranks.
 
@@ -55,13 +72,16 @@ class Method(NamedTuple):
 class Route:
     """A communication library that moves messages between the ranks of a team.
 
-    A route that only implements `exchange` carries out the other operations by it: directly from and into place.
+    A route that only implements `exchange` carries out the other operations by it: directly from and into place. One
+    with rows in tuning.ALGORITHMS has a method for each of them, such as `allgatherv_ring`.
 
     Attributes:
         name: name of the route as the caller passes it.
+        table: what its operations are called in tuning.ALGORITHMS, before their own name.
     """
 
     name: str
+    table = "sends by "
 
     def missing(self, team: Team) -> str | None:
         """Return why this route is unavailable in this job, and how to get it; else None. The same on all ranks."""
@@ -73,7 +93,25 @@ class Route:
 
     def method(self, team: Team, operation: str, nbytes: int, largest: int = 0) -> Method:
         """Return how it carries out an operation below on messages of `nbytes` in all. Collective over the team."""
-        return Method("sends and receives")
+        rule, key = self.rule(team, operation, nbytes, largest), self.table + operation
+        if key not in ALGORITHMS:
+            return Method("sends and receives")
+        return Method(ALGORITHMS[key][rule.algorithm], team.rules.reason(key, rule, nbytes, largest))
+
+    def rule(self, team: Team, operation: str, total: int, largest: int) -> Rule:
+        """Choose the algorithm for messages of `total` bytes, of which the largest has `largest`."""
+        key = self.table + operation
+        if key not in ALGORITHMS:
+            return Rule(0, 0, "sends")
+        return team.rules.choose(key, total, largest, lambda name: self.usable(team, name, total, largest))
+
+    def usable(self, team: Team, algorithm: str, total: int, largest: int) -> bool:
+        """Return whether an algorithm can carry these messages. The same on all ranks; sends always can."""
+        return True
+
+    def _run(self, team: Team, operation: str, send: Any, recv: Any, what: Vector | Alltoall) -> None:
+        rule = self.rule(team, operation, what.total, what.longest)
+        getattr(self, f"{operation}_{rule.algorithm}")(team, send, recv, what)
 
     def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
         """Send and receive separate messages concurrently, directly from and into their memory, and wait for them.
@@ -93,29 +131,15 @@ class Route:
 
     def gatherv(self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int) -> None:
         """Gather rank i's `send` (counts[i] bytes) into ``recv[displs[i]:]`` of the root."""
-        if recv is None:
-            self.exchange(team, _nonempty([(root, as_bytes(send))]), [], max(counts))
-        else:
-            blocks = cut(recv, counts, displs)
-            blocks[root].copy_(as_bytes(send))
-            self.exchange(team, [], _others(blocks, root), max(counts))
+        self._run(team, "gatherv", send, recv, Vector(counts, displs, root))
 
     def scatterv(self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int) -> None:
         """Scatter ``send[displs[i]:]`` (counts[i] bytes) of the root into `recv` of rank i."""
-        if send is None:
-            self.exchange(team, [], _nonempty([(root, as_bytes(recv))]), max(counts))
-        else:
-            blocks = cut(send, counts, displs)
-            as_bytes(recv).copy_(blocks[root])
-            self.exchange(team, _others(blocks, root), [], max(counts))
+        self._run(team, "scatterv", send, recv, Vector(counts, displs, root))
 
     def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
         """Gather rank i's `send` (counts[i] bytes), which may lie there already, into ``recv[displs[i]:]`` of all."""
-        blocks, send = cut(recv, counts, displs), as_bytes(send)
-        if send.data_ptr() != blocks[team.rank].data_ptr():
-            blocks[team.rank].copy_(send)
-        sends = [(rank, send) for rank in range(team.size) if rank != team.rank]
-        self.exchange(team, _nonempty(sends), _others(blocks, team.rank), max(counts))
+        self._run(team, "allgatherv", send, recv, Vector(counts, displs))
 
     def receives_boxes(self, team: Team, total: int, largest: int) -> bool:
         """Return whether alltoallv() can receive into boxes of a contiguous tensor. The same on all ranks."""
@@ -123,6 +147,32 @@ class Route:
 
     def alltoallv(self, team: Team, send: Tensor, recv: Tensor, what: Alltoall) -> None:
         """Send rank i's ``send[sdispls[j]:]`` (sendcounts[j] bytes) into ``recv[rdispls[i]:]`` of rank j."""
+        self._run(team, "alltoallv", send, recv, what)
+
+    def gatherv_sends(self, team: Team, send: Tensor, recv: Tensor | None, what: Vector) -> None:
+        if recv is None:
+            self.exchange(team, _nonempty([(what.root, as_bytes(send))]), [], what.longest)
+        else:
+            blocks = cut(recv, what.counts, what.displs)
+            blocks[what.root].copy_(as_bytes(send))
+            self.exchange(team, [], _others(blocks, what.root), what.longest)
+
+    def scatterv_sends(self, team: Team, send: Tensor | None, recv: Tensor, what: Vector) -> None:
+        if send is None:
+            self.exchange(team, [], _nonempty([(what.root, as_bytes(recv))]), what.longest)
+        else:
+            blocks = cut(send, what.counts, what.displs)
+            as_bytes(recv).copy_(blocks[what.root])
+            self.exchange(team, _others(blocks, what.root), [], what.longest)
+
+    def allgatherv_sends(self, team: Team, send: Tensor, recv: Tensor, what: Vector) -> None:
+        blocks, send = cut(recv, what.counts, what.displs), as_bytes(send)
+        if send.data_ptr() != blocks[team.rank].data_ptr():
+            blocks[team.rank].copy_(send)
+        sends = [(rank, send) for rank in range(team.size) if rank != team.rank]
+        self.exchange(team, _nonempty(sends), _others(blocks, team.rank), what.longest)
+
+    def alltoallv_sends(self, team: Team, send: Tensor, recv: Tensor, what: Alltoall) -> None:
         sends, recvs = cut(send, what.sendcounts, what.sdispls), cut(recv, what.recvcounts, what.rdispls)
         recvs[team.rank].copy_(sends[team.rank])
         self.exchange(team, _others(sends, team.rank), _others(recvs, team.rank), what.longest)

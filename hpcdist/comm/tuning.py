@@ -17,23 +17,34 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from hpcdist.errors import refusal
+from hpcdist.tensors.accelerator import LIBRARY
 
 FORMAT = "hpcdist tune 1"
-# The algorithms of each operation, as a plan describes them
+_SENDS = {"sends": "MPI sends and receives"}
+_IN_ONE_GROUP = {"sends": f"sends and receives of {LIBRARY.upper()} in one group"}
+# The algorithms of each operation of route mpi, and of route nccl, as a plan describes them; the default one first
 ALGORITHMS: dict[str, dict[str, str]] = {
     "allgatherv": {
         "mpi": "MPI_Allgatherv",
-        "sends": "MPI sends and receives",
+        **_SENDS,
         "ring": "a ring of MPI messages in pieces",
         "window": "memory that the ranks of a node share",
     },
-    "gatherv": {"mpi": "MPI_Gatherv", "sends": "MPI sends and receives"},
-    "scatterv": {"mpi": "MPI_Scatterv", "sends": "MPI sends and receives"},
+    "gatherv": {"mpi": "MPI_Gatherv", **_SENDS},
+    "scatterv": {"mpi": "MPI_Scatterv", **_SENDS},
     "alltoallv": {
         "mpi": "MPI_Alltoallv",
         "typed": "MPI_Alltoallw, which receives with derived datatypes",
-        "sends": "MPI sends and receives",
+        **_SENDS,
     },
+    "exchange": _SENDS,
+    "nccl allgatherv": {
+        "broadcasts": f"a group of broadcasts of {LIBRARY.upper()}",
+        "fused": f"an all-gather of {LIBRARY.upper()}",
+        "padded": f"an all-gather of {LIBRARY.upper()}, padded to the largest message",
+        **_IN_ONE_GROUP,
+    },
+    **{f"nccl {name}": _IN_ONE_GROUP for name in ("gatherv", "scatterv", "alltoallv", "exchange")},
 }
 
 
@@ -137,6 +148,8 @@ class Rules:
             near = max(found, key=itemgetter(1, 2))
             us = ", ".join(f"{name} takes {us:,.0f} us" for name, us in sorted(near.us.items(), key=itemgetter(1)))
             return f"{rule.label} is taken{rule.start} ({self._file}: for {near.total:,} bytes, {us})"
+        if rule not in default(self.place, self._size, operation):
+            return f"{rule.label} is taken{rule.start}, by {self._file}"
         if not rule.start:
             return ""
         return f"{rule.label} is taken{rule.start}, by default; hpcdist tune measures what others take here"
@@ -166,12 +179,13 @@ def default(place: Place, size: int, operation: str) -> list[Rule]:
     from mpi4py import MPI
 
     mpich = MPI.get_vendor()[0] == "MPICH"
-    found = [Rule(0, 0, "mpi")]
+    found = [Rule(0, 0, next(iter(ALGORITHMS[operation])))]
+    if operation == "nccl allgatherv":
+        found += [Rule(0, 0, "fused")]  # where all messages are equal
     if operation == "scatterv" and not mpich:
         found += [Rule(2**24, 0, "sends")]
-    if (
-        operation == "alltoallv" and mpich
-    ):  # columns to rows takes 0.8 to 0.9 of the time; Open MPI takes 1.7 times as long
+    if operation == "alltoallv" and mpich:
+        # columns to rows takes 0.8 to 0.9 of the time; Open MPI takes 1.7 times as long
         found += [Rule(2**22, 0, "typed")]
     if operation == "allgatherv":
         if place.nodes == 2 < size:

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from hpcdist import layout
-from hpcdist.comm.route import Ints, Message, Method, Route
+from hpcdist.comm.route import Message, Route, Vector, cut
 from hpcdist.layout import limits
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import as_bytes
@@ -80,6 +80,7 @@ class _Gloo(_C10d):
 
 class _Nccl(_C10d):
     name = "nccl"
+    table = "nccl "
 
     def make(self, store: Store, team: Team, timeout: timedelta) -> Any:
         kind = getattr(dist, f"ProcessGroup{accelerator.LIBRARY.upper()}")
@@ -109,24 +110,26 @@ class _Nccl(_C10d):
     def carries(self, team: Team, gpu: bool) -> bool:
         return gpu
 
-    def method(self, team: Team, operation: str, nbytes: int, largest: int = 0) -> Method:
-        if operation == "allgatherv":
-            return Method(f"an all-gather of {accelerator.LIBRARY.upper()}")
-        return Method(f"sends and receives of {accelerator.LIBRARY.upper()} in one group")
+    def usable(self, team: Team, algorithm: str, total: int, largest: int) -> bool:
+        return algorithm != "fused" or total == largest * team.size
 
-    def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
-        """Gather equal messages by one NCCL all-gather, and others by a group of broadcasts.
+    def allgatherv_fused(self, team: Team, send: Tensor, recv: Tensor, what: Vector) -> None:
+        self.group(team)._allgather_base(as_bytes(recv), as_bytes(send)).wait()
 
-        torch makes the broadcasts of the list (ProcessGroupNCCL::allgather), directly into place; NCCL 2.29.2 and later
-        fuse them into one kernel.
+    def allgatherv_padded(self, team: Team, send: Tensor, recv: Tensor, what: Vector) -> None:
+        rows = torch.empty((team.size + 1, what.longest), dtype=torch.uint8, device=recv.device)
+        rows[team.size, : what.counts[team.rank]] = as_bytes(send)
+        self.group(team)._allgather_base(rows[: team.size], rows[team.size]).wait()
+        for row, block in zip(rows, cut(recv, what.counts, what.displs), strict=False):
+            block.copy_(row[: block.numel()])
+
+    def allgatherv_broadcasts(self, team: Team, send: Tensor, recv: Tensor, what: Vector) -> None:
+        """Broadcast each message directly into place.
+
+        torch makes a group of broadcasts of a list of uneven sizes (ProcessGroupNCCL::allgather), which NCCL 2.29.2 and
+        later fuse into one kernel.
         """
-        group = self.group(team)
-        send, recv = as_bytes(send), as_bytes(recv)
-        if len(set(counts)) == 1:
-            group._allgather_base(recv, send).wait()
-        else:
-            blocks = [recv.narrow(0, start, count) for start, count in zip(displs, counts, strict=True)]
-            group.allgather([blocks], [send]).wait()
+        self.group(team).allgather([cut(recv, what.counts, what.displs)], [as_bytes(send)]).wait()
 
 
 GLOO = _Gloo()

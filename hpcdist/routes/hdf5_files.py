@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout
-from hpcdist.comm.route import Ints, Message, Method, Route, cut
+from hpcdist.comm.route import Ints, Message, Method, Route, Vector, cut
 from hpcdist.control import objects
 from hpcdist.errors import FileError, reason
 from hpcdist.formats import plain
@@ -41,10 +41,10 @@ class _Hdf5(Route):
     def method(self, team: Team, operation: str, nbytes: int, largest: int = 0) -> Method:
         return Method("a file in the staging folder")
 
-    def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
-        with _staged(team, counts) as file:
+    def allgatherv_sends(self, team: Team, send: Tensor, recv: Tensor, what: Vector) -> None:
+        with _staged(team, what.counts) as file:
             file.write([(file.starts[team.rank], as_bytes(send))])
-            file.read(list(zip(file.starts, cut(recv, counts, displs), strict=True)))
+            file.read(list(zip(file.starts, cut(recv, what.counts, what.displs), strict=True)))
 
     def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
         # In the file: the messages of rank 0, then those of rank 1, ...

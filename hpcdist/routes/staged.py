@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout
-from hpcdist.comm.route import Ints, Message, Method, Route, cut
+from hpcdist.comm.route import Message, Method, Route, Vector, cut
 from hpcdist.layout import limits
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import Scratch, as_bytes
@@ -41,9 +41,9 @@ class Staged(Route):
     def carries(self, team: Team, gpu: bool) -> bool:
         return True
 
-    def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
-        source, target = _Host([as_bytes(send)[: counts[team.rank]]]), _Host(cut(recv, counts, displs))
-        for start, step in _rounds(max(counts), team.size):
+    def allgatherv_sends(self, team: Team, send: Tensor, recv: Tensor, what: Vector) -> None:
+        source, target = _Host([as_bytes(send)]), _Host(cut(recv, what.counts, what.displs))
+        for start, step in _rounds(what.longest, team.size):
             ((mine, part),), into = source.round(start, step), target.round(start, step)
             _copy([(mine, part)])
             now = [host.numel() for host, _ in into]

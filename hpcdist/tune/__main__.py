@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections import defaultdict
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,9 +26,11 @@ from hpcdist.runtime.world import World, team_of
 _VERBS = {"allgatherv": "concat", "gatherv": "gather", "scatterv": "split", "alltoallv": "redistribute"}
 _TOTALS = [2**14, 2**17, 2**20, 2**23, 2**26]  # bytes
 _HELD_OUT = [3 * 2**17, 2**22, 2**25]
+_SKEWED = 100  # times the data of another rank, which rank 0 has in a check
 _SEGMENTS = {"ring": (2**18, 2**20, 2**22)}
 _ROUNDS = 20
 _GAIN = 0.95  # of the default's time, which a rule must not exceed
+_NEAR = 20e-6  # seconds by which a call may be slower than the fastest algorithm, if that is more than 5 %
 
 
 def main(world: World, args: argparse.Namespace) -> int:
@@ -44,12 +45,13 @@ def main(world: World, args: argparse.Namespace) -> int:
     place = team.rules.place
     before = objects.run_on_root(world.comm, "tune", lambda: _before(args.output))
     found: dict[str, list[Rule]] = {operation: [] for operation in _VERBS}
-    samples, held_out = list[Sample](), defaultdict[str, list[tuple[float, float]]](list)
-    points = [(*point, False) for point in product(_VERBS, _TOTALS, (False, True))]
-    points += [(*point, True) for point in product(_VERBS, _HELD_OUT, (False, True))]
-    points = [point for point in points if point[0] != "alltoallv" or not point[2]]
-    for operation, total, skewed, checks in progress(points, world, "tune"):
-        case, sizes = _case(team, operation, total, skewed)
+    samples, checks = list[Sample](), list[_Check]()
+    skewed = team.size + 1
+    points = [(*point, False) for point in product(_VERBS, _TOTALS, (1, skewed))]
+    points += [(*point, True) for point in product(_VERBS, _HELD_OUT, (1, _SKEWED))]
+    points = [point for point in points if point[0] != "alltoallv" or point[2] == 1]
+    for operation, total, times, held_out in progress(points, world, "tune"):
+        case, sizes = _case(team, operation, total, times)
         default = Rules(place, team.size, None).choose(operation, *sizes)
         now = Rules(place, team.size, Tuned("", {place: found}, {})).choose(operation, *sizes)
         named = {rule.label: rule for rule in [default, now, *_candidates(operation, place)]}
@@ -57,8 +59,8 @@ def main(world: World, args: argparse.Namespace) -> int:
         timings = {timing.name: timing for timing in measure(contenders, case, _ROUNDS, args.seconds / len(points))}
         medians = {name: timing.seconds.median for name, timing in timings.items()}
         best = min(medians, key=medians.__getitem__)
-        if checks:
-            held_out[operation].append((medians[now.label] / medians[best], medians[default.label] / medians[best]))
+        if held_out:
+            checks.append(_Check(operation, total, times, now.label, best, default.label, medians))
             continue
         skew = sizes[1] * team.size / sizes[0]
         us = {name: round(median * 1e6, 1) for name, median in medians.items()}
@@ -66,30 +68,54 @@ def main(world: World, args: argparse.Namespace) -> int:
         gain = ratio(timings[best], timings[default.label])
         chosen = named[best] if gain is not None and gain.median < _GAIN and gain.high < 1 else default
         if chosen.label != now.label:
-            least = samples[-1].skew if skewed else 0  # even calls are those without more skew
+            least = 0 if times == 1 else samples[-1].skew  # even calls are those without more skew
             found[operation].append(Rule(sizes[0], least, chosen.algorithm, chosen.segment))
         del case
     objects.run_on_root(world.comm, "tune", lambda: _write(args.output, tuning.merged(before, place, found, samples)))
     if world.rank == 0:
         print(
-            _report(place, found, held_out), f"written: {args.output}; use it by HPCDIST_TUNE={args.output}", sep="\n\n"
+            _report(place, found, checks), f"written: {args.output}; use it by HPCDIST_TUNE={args.output}", sep="\n\n"
         )
     return 0
 
 
-def _case(team: Team, operation: str, total: int, skewed: bool) -> tuple[Case, tuple[int, int]]:
+class _Check(NamedTuple):
+    """A call of a size that no rule comes from: seconds by algorithm, and which are chosen.
+
+    Attributes:
+        times: how much larger the message of rank 0 is than each other one.
+    """
+
+    operation: str
+    total: int
+    times: int
+    chosen: str
+    best: str
+    default: str
+    seconds: dict[str, float]
+
+    def slower(self, name: str) -> str:
+        """Return by how much an algorithm is slower than the fastest one."""
+        time, best = self.seconds[name], self.seconds[self.best]
+        return f"{time / best - 1:.0%} ({1e6 * (time - best):,.0f} us)"
+
+    def near(self, name: str) -> bool:
+        time, best = self.seconds[name], self.seconds[self.best]
+        return time * _GAIN <= best or time - best <= _NEAR
+
+
+def _case(team: Team, operation: str, total: int, times: int) -> tuple[Case, tuple[int, int]]:
     """Return the data of a call, and the total and largest bytes by which its algorithm is chosen.
 
-    In a skewed one, rank 0 holds half of what makes it differ from one that holds all.
+    Rank 0 has `times` the data of each other rank.
     """
     size, width = team.size, 8 * team.size
     if operation == "alltoallv":  # by the bytes of a rank, and of a message
         rows = max(1, total // (8 * width))
         total = 8 * rows * width
         return Case(team.comm, _VERBS[operation], torch.int64, [[rows, width]] * size), (total, total // size)
-    largest = total * (1 + size) // (2 * size) if skewed else total // size
-    rest = (total - largest) // (size - 1)
-    case = Case(team.comm, _VERBS[operation], torch.int64, [[largest // 8], *[[rest // 8]] * (size - 1)])
+    rest = total // (8 * (times + size - 1))
+    case = Case(team.comm, _VERBS[operation], torch.int64, [[total // 8 - rest * (size - 1)], *[[rest]] * (size - 1)])
     return case, (sum(case.nbytes), max(case.nbytes))
 
 
@@ -120,22 +146,27 @@ def _write(name: str, contents: dict[str, Any]) -> None:
     write_text(name, f'{{{head},\n"rules": {{\n {rules}\n}},\n"samples": {rows(contents["samples"])}\n}}\n')
 
 
-def _report(place: Place, found: dict[str, list[Rule]], held_out: dict[str, list[tuple[float, float]]]) -> str:
+def _report(place: Place, found: dict[str, list[Rule]], checks: list[_Check]) -> str:
     rules = [
         [operation, show_bytes(rule.total), f"{rule.skew:g}", rule.label]
         for operation, rules in found.items()
         for rule in rules
     ]
-    checks = [
-        [operation, len(ratios), *(f"{max(over) - 1:.0%}" for over in zip(*ratios, strict=True))]
-        for operation, ratios in held_out.items()
+    rows = [
+        [x.operation, show_bytes(x.total), f"{x.times}:1", x.chosen, x.best, x.slower(x.chosen), x.slower(x.default)]
+        for x in checks
     ]
+    concats = {(x.total, x.times): x.seconds[x.chosen] for x in checks if x.operation == "allgatherv"}
+    skewed = [seconds / concats[total, 1] for (total, times), seconds in concats.items() if times > 1]
     return "\n\n".join(
         [
             f"{place}: {plural(len(rules), 'rule')}, each from its total and skew on",
             *([table(["operation", "from total", "from skew", "algorithm"], rules)] if rules else []),
-            "Other sizes, as a check: by how much a call is slower than the fastest algorithm, at most",
-            table(["operation", "sizes", "by these rules", "by the default"], checks),
+            "Other sizes, as a check: by how much a call is slower than the fastest algorithm",
+            table(["operation", "total", "skew", "by these rules", "fastest", "slower by", "the default by"], rows),
+            f"Within 5 % or 20 us of the fastest: {sum(x.near(x.chosen) for x in checks)} of {len(checks)} by these "
+            f"rules, {sum(x.near(x.default) for x in checks)} by the default\n"
+            f"An allgatherv of {_SKEWED}:1 takes at most {max(skewed):.2f} times as long as an even one of this total",
         ]
     )
 

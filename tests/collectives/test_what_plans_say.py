@@ -47,14 +47,10 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for cls, name, told in SPIED:
         spy(cls, name, told)
 
-    def noting(told: str, algorithm: Callable[..., None]) -> Callable[..., None]:
-        return lambda *args: (found.append(told), algorithm(*args))[1]
-
-    spied = {
-        operation: {name: noting(tuning.ALGORITHMS[operation][name], function) for name, function in functions.items()}
-        for operation, functions in mpi.Mpi.algorithms.items()
-    }
-    monkeypatch.setattr(mpi.Mpi, "algorithms", spied)
+    for operation, names in tuning.ALGORITHMS.items():
+        for algorithm, told in names.items():
+            if hasattr(mpi.Mpi, name := f"{operation}_{algorithm}"):
+                spy(mpi.Mpi, name, told)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from mpi4py import MPI
 import hpcdist as hd
 from hpcdist.comm import mpi, tuning
 from hpcdist.comm.tuning import Place, Rule, Rules, Sample, Tuned, merged, read
+from hpcdist.routes import c10d
 from hpcdist.runtime.world import team_of
 
 RULES = {
@@ -102,9 +104,26 @@ def test_the_next_rule_is_taken_where_an_algorithm_cannot_be() -> None:
 
 
 @pytest.mark.once
-def test_every_algorithm_has_a_name_and_a_function() -> None:
-    for operation, names in tuning.ALGORITHMS.items():
-        assert list(names) == list(mpi.MPI_ROUTE.algorithms[operation])
+def test_every_algorithm_is_a_method() -> None:
+    for key, names in tuning.ALGORITHMS.items():
+        route, operation = (c10d.NCCL if key.startswith("nccl") else mpi.MPI_ROUTE), key.split()[-1]
+        assert operation == "exchange" or all(hasattr(route, f"{operation}_{name}") for name in names), key
+
+
+@pytest.mark.once
+def test_route_nccl_has_rules_of_its_own() -> None:
+    own = {"nccl allgatherv": [Rule(100, 0, "padded"), Rule(1000, 2, "sends"), Rule(2000, 0, "fused")]}
+    team: Any = SimpleNamespace(size=4, rules=Rules(Place(1, 4), 4, Tuned("my.json", {Place(1, 4): own}, {})))
+    for total, largest, expected, why in [
+        (96, 24, "fused", ""),
+        (97, 40, "broadcasts", ""),
+        (100, 25, "padded", "padded is taken from 100 bytes on, by my.json"),
+        (1000, 900, "sends", "sends is taken from 1,000 bytes and a skew of 2 on, by my.json"),
+        (2001, 501, "padded", "padded is taken from 100 bytes on, by my.json"),  # fused cannot be
+    ]:
+        assert c10d.NCCL.rule(team, "allgatherv", total, largest).algorithm == expected, total
+        assert c10d.NCCL.method(team, "allgatherv", total, largest).reason == why
+        assert mpi.MPI_ROUTE.rule(team, "allgatherv", total, largest).algorithm == "mpi"
 
 
 @pytest.mark.once

@@ -99,7 +99,7 @@ class _StandIn(c10d._Nccl):
 
     def make(self, store: Store, team: Team, timeout: timedelta) -> _Rules:
         store = dist.PrefixStore(str(self.made), store)
-        self.made += 1
+        _StandIn.made += 1  # also those of another algorithm
         group = _Rules(dist.ProcessGroupGloo(store, team.rank, team.size, timeout=timeout))
         self.warm_up(group, team)
         return group

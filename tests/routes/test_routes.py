@@ -19,7 +19,7 @@ import hpcdist as hd
 from hpcdist.comm import mpi, settings
 from hpcdist.comm.route import Alltoall, Route
 from hpcdist.comm.team import Team
-from hpcdist.comm.tuning import Rule
+from hpcdist.comm.tuning import ALGORITHMS, Rule
 from hpcdist.formats import plain
 from hpcdist.layout import limits as sizes
 from hpcdist.routes import c10d, hdf5_files, select, staged
@@ -30,26 +30,30 @@ pytestmark = pytest.mark.mpi
 PIECE = 7  # bytes: divides no message of the tests evenly
 
 
-class By(mpi.Mpi):
-    """The route mpi by one algorithm, or by sends and receives in operations that do not have it."""
+def by(algorithm: str, route: type[Route] = mpi.Mpi) -> Route:
+    """A route by one algorithm, or by sends and receives in operations that do not have it."""
 
-    def __init__(self, algorithm: str) -> None:
-        self.algorithm = algorithm
+    class By(route):  # type: ignore[misc, valid-type]
+        def rule(self, team: Team, operation: str, total: int, largest: int) -> Rule:
+            known = algorithm in ALGORITHMS[self.table + operation]
+            return Rule(0, 0, algorithm if known else "sends", PIECE)
 
-    def rule(self, team: Team, operation: str, total: int, largest: int) -> Rule:
-        known = self.algorithm in self.algorithms[operation]
-        return Rule(0, 0, self.algorithm if known else "sends", PIECE)
+    made: Route = By()
+    return made
 
 
 ROUTES: dict[str, Route] = {
     "mpi": mpi.MPI_ROUTE,
-    "mpi by ring": By("ring"),
-    "mpi by sends": By("sends"),
+    "mpi by ring": by("ring"),
+    "mpi by sends": by("sends"),
     "gloo": c10d.GLOO,
     "staged mpi": staged.Staged(mpi.MPI_ROUTE),
     "staged gloo": staged.Staged(c10d.GLOO),
     "hdf5": hdf5_files.HDF5_ROUTE,
     "the rules of nccl": STAND_IN,
+    "nccl padded": by("padded", type(STAND_IN)),
+    "nccl by broadcasts": by("broadcasts", type(STAND_IN)),
+    "nccl by sends": by("sends", type(STAND_IN)),
 }
 
 

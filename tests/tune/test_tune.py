@@ -78,7 +78,14 @@ def test_rules(tmp_path: Path) -> None:
     us = next(row["us"] for row in found["samples"][1:] if row["skew"] == 1.5)
     assert (us["sends"], us["mpi"]) == (500, 1000)
     table, skewed, even, _ = job.out.split("|")
-    for line in (r"allgatherv +16.0 KiB +1.5 +sends", r"allgatherv +4 +0% +100%", r"gatherv +4 +4% +4%"):
+    for line in (
+        r"allgatherv +16.0 KiB +1.5 +sends",
+        r"allgatherv +32.0 KiB +100:1 +sends +sends +0% \(0 us\) +100% \(500 us\)",
+        r"allgatherv +256.0 KiB +1:1 +(\S.*) +(\S.*) +0% \(0 us\) +0% \(0 us\)",
+        r"gatherv +256.0 KiB +100:1 +mpi +sends +4% \(40 us\) +4% \(40 us\)",
+        r"Within 5 % or 20 us of the fastest: 10 of 14 by these rules, 8 by the default",
+        r"An allgatherv of 100:1 takes at most 0.50 times as long as an even one of this total",
+    ):
         assert re.search(f"^{line}$", table, re.MULTILINE), table
     assert {path.name for path in tmp_path.iterdir()} == {"tune.json", "real.json"}
     says = "sends is taken from 16,384 bytes and a skew of 1.5 on (tune.json: for 16,384 bytes, sends takes 500 us"
