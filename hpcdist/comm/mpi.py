@@ -68,7 +68,7 @@ class Mpi(Route):
         return rule.algorithm == "window" and window.in_rounds(team, send, blocks)
 
     def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
-        for request in start(team, sends, recvs):
+        for request in start(team.comm, sends, recvs):
             request.Wait()
 
     def gatherv_mpi(self, team: Team, send: Tensor, recv: Tensor | None, what: Vector) -> None:
@@ -104,8 +104,8 @@ class Mpi(Route):
             counts, displs = list(map(bool, counts)), [0] * team.size
             for rank in filter(counts.__getitem__, range(team.size)):
                 [box] = what.boxes[rank]
-                sizes = ([*of[:-1], of[-1] * recv.itemsize] for of in (recv.shape, box.shape, box.offset))
-                types[rank] = MPI.BYTE.Create_subarray(*sizes).Commit()
+                shape, extents, at = ([*of[:-1], of[-1] * recv.itemsize] for of in (recv.shape, box.shape, box.offset))
+                types[rank] = MPI.BYTE.Create_subarray(shape, extents, at).Commit()
                 made.append(types[rank])
         try:
             sends = [memory(send), what.sendcounts, what.sdispls, [MPI.BYTE] * team.size]

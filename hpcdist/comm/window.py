@@ -196,7 +196,7 @@ def _exchange(
         for rank, view in recvs
     ]
     packed = [(rank, as_bytes(row_major(view))) for rank, view in sends]  # lives until it is sent
-    requests = messages.start(team, packed, [(rank, as_bytes(buffer)) for rank, _, buffer in whole])
+    requests = messages.start(team.comm, packed, [(rank, as_bytes(buffer)) for rank, _, buffer in whole])
     meanwhile()
     for request in requests:
         request.Wait()

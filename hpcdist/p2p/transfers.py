@@ -15,10 +15,8 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpcdist import activity
-from hpcdist.comm.context import Context
-from hpcdist.comm.matching import Envelope, with_envelope
-from hpcdist.comm.messages import memory, pieces
-from hpcdist.comm.team import Group
+from hpcdist.comm.messages import Envelope, memory, pieces, with_envelope
+from hpcdist.comm.team import Context, Group
 from hpcdist.comm.worker import Worker
 from hpcdist.errors import HpcdistError
 from hpcdist.process import abort

@@ -15,7 +15,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from hpcdist import activity
-from hpcdist.comm import scheduler
+from hpcdist.comm import launcher
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import refusal
@@ -74,7 +74,7 @@ class Stop:
     def begin(self, comm: MPI.Intracomm, environ: Mapping[str, str], listen: bool) -> None:
         """Find the end of the job, and `listen`. Collective over `comm`."""
         if self._before is not None:
-            left = objects.run_on_root(comm, "init", lambda: scheduler.time_left(environ))
+            left = objects.run_on_root(comm, "init", lambda: launcher.time_left(environ))
             self._end = inf if left is None else time.monotonic() + left
         with suppress(ValueError):  # not in the main thread
             for number in self._numbers:

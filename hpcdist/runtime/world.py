@@ -20,9 +20,8 @@ import torch.distributed as dist
 from hpcdist import activity
 from hpcdist.activity import recording
 from hpcdist.comm import launcher, rendezvous, tuning
-from hpcdist.comm.context import Context
 from hpcdist.comm.settings import Settings
-from hpcdist.comm.team import Team
+from hpcdist.comm.team import Context, Team
 from hpcdist.comm.worker import report_failures
 from hpcdist.control import clocks, objects
 from hpcdist.errors import HpcdistError, coded, refusal

@@ -28,7 +28,7 @@ from strategies import BACKEND, made, redistributions, rings, structures, transf
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist.comm import matching, mpi
+from hpcdist.comm import messages, mpi
 from hpcdist.layout import limits as sizes
 from hpcdist.process import abort
 from hpcdist.tensors import message as packing
@@ -70,7 +70,7 @@ def told_before_an_abort(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.
     monkeypatch.setattr(abort, "job", job)
 
 
-LIMITS = [(packing, "SMALL", 128), (mpi, "LIMIT", 48), (sizes, "PIECE", 96), (matching, "INLINE", 100)]
+LIMITS = [(packing, "SMALL", 128), (mpi, "LIMIT", 48), (sizes, "PIECE", 96), (messages, "INLINE", 100)]
 """The numbers of bytes from which something goes another way, and those with which tiny tensors take it, too."""
 
 USUAL = [getattr(module, name) for module, name, _ in LIMITS]

@@ -14,7 +14,7 @@ from hpcdist.collectives.kept import BEHIND_HEADERS
 from hpcdist.comm import mpi, tuning
 from hpcdist.comm.windows import Windows
 from hpcdist.routes import c10d, hdf5_files
-from hpcdist.routes.staged import Staged
+from hpcdist.routes.select import Staged
 from hpcdist.tensors import pool
 
 pytestmark = pytest.mark.mpi

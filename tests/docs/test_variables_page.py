@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hpcdist.comm import launcher, scheduler
+from hpcdist.comm import launcher
 from hpcdist.runtime import torchrun
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +21,7 @@ def test_the_page_has_the_package_s_own_variables() -> None:
 
 
 def test_the_page_has_the_variables_of_launchers_and_schedulers() -> None:
-    assert {*launcher.VARIABLES, *scheduler._SCHEDULERS} <= SHOWN
+    assert {*launcher.VARIABLES, *launcher._SCHEDULERS} <= SHOWN
 
 
 def test_the_page_has_the_variables_that_init_and_run_set() -> None:

@@ -17,7 +17,7 @@ from collective import Findings, assert_on_all_ranks
 from mpi4py import MPI
 
 import hpcdist as hd
-from hpcdist.comm import matching
+from hpcdist.comm import messages
 from hpcdist.errors import HpcdistError
 from hpcdist.p2p import transfers
 from hpcdist.p2p.transfers import RecvTurn
@@ -221,7 +221,7 @@ def test_interrupted_behind_another_receive(world: hd.World) -> None:
 
 def _interrupted(step: Callable[[], object], after: int) -> bool:
     """Whether an exception came before line `after` of those that `step` runs in the modules that receive."""
-    left, files = after, (matching.__file__, transfers.__file__)
+    left, files = after, (messages.__file__, transfers.__file__)
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal left

@@ -22,7 +22,7 @@ from hpcdist.comm.team import Team
 from hpcdist.comm.tuning import ALGORITHMS, Rule
 from hpcdist.formats import plain
 from hpcdist.layout import limits as sizes
-from hpcdist.routes import c10d, hdf5_files, select, staged
+from hpcdist.routes import c10d, hdf5_files, select
 from hpcdist.tensors.accelerator import MemoryKind
 
 pytestmark = pytest.mark.mpi
@@ -47,8 +47,8 @@ ROUTES: dict[str, Route] = {
     "mpi by ring": by("ring"),
     "mpi by sends": by("sends"),
     "gloo": c10d.GLOO,
-    "staged mpi": staged.Staged(mpi.MPI_ROUTE),
-    "staged gloo": staged.Staged(c10d.GLOO),
+    "staged mpi": select.Staged(mpi.MPI_ROUTE),
+    "staged gloo": select.Staged(c10d.GLOO),
     "hdf5": hdf5_files.HDF5_ROUTE,
     "the rules of nccl": STAND_IN,
     "nccl padded": by("padded", type(STAND_IN)),
@@ -184,7 +184,7 @@ def test_staged_stays_within_its_window(world: hd.World, most: int, monkeypatch:
     counts = tuple(100 * (rank + 1) for rank in range(world.world_size))
     messages = whole_of((sum(counts),), torch.uint8)
     recv, mine, step = torch.zeros_like(messages), _part(messages, counts, world.rank), max(1, most // world.world_size)
-    staged.Staged(Spy()).allgatherv(world._context.team, mine, recv, counts, starts(counts))  # type: ignore[arg-type]
+    select.Staged(Spy()).allgatherv(world._context.team, mine, recv, counts, starts(counts))  # type: ignore[arg-type]
     findings = Findings(world.comm)
     findings.same(recv, messages, "allgatherv")
     findings.check(len(seen) == -(-max(counts) // step), f"{len(seen)} rounds")
@@ -200,7 +200,7 @@ def test_which_route_is_taken(world: hd.World) -> None:
     taken = [select.agreed("gather", name, team, host) for name in ("auto", "gloo")]
     assert_on_all_ranks(world.comm, taken == [mpi.MPI_ROUTE, c10d.GLOO], taken)
     way = select.agreed("gather", "gloo", team, one_gpu)
-    assert_on_all_ranks(world.comm, isinstance(way, staged.Staged) and way.route is c10d.GLOO, way)
+    assert_on_all_ranks(world.comm, isinstance(way, select.Staged) and way.route is c10d.GLOO, way)
     assert ("auto", *select.ROUTES) == settings.ROUTES
 
 

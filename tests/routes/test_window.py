@@ -103,9 +103,9 @@ def test_each_byte_crosses_a_wire_once(world: hd.World, comm: MPI.Intracomm, mon
     if not helps:
         return
 
-    def spy(team: Team, sends: list[tuple[int, Tensor]], recvs: list[tuple[int, Tensor]]) -> object:
+    def spy(comm: MPI.Intracomm, sends: list[messages.Message], recvs: list[messages.Message]) -> object:
         received.append(sum(view.nbytes for _, view in recvs))
-        return real(team, sends, recvs)
+        return real(comm, sends, recvs)
 
     monkeypatch.setattr(messages, "start", spy)
     shard = torch.full((4 * LARGE,), float(comm.rank))

@@ -10,7 +10,7 @@ import pytest
 from launch import Job, mpirun
 from settings import ALL
 
-from hpcdist.comm import scheduler
+from hpcdist.comm import launcher
 
 HEAD = """
 import os, signal, sys, threading, time
@@ -208,7 +208,7 @@ def test_the_time_that_a_scheduler_tells(
     variable, command, words, prints, expected = SCHEDULERS[name]
     fake(tmp_path, command, prints.replace("{started}", time.ctime(time.time() - 100)), words)
     monkeypatch.setenv("PATH", str(tmp_path))
-    left = scheduler.time_left({variable: "7"})
+    left = launcher.time_left({variable: "7"})
     assert left == (None if expected is None else pytest.approx(expected, abs=60)), left
     said = capsys.readouterr().err
     assert ("stop_before has no effect [HD114]" in said) == (name in ("Slurm, no limit", "Slurm, an error")), said
@@ -218,9 +218,9 @@ def test_the_time_that_a_scheduler_tells(
 def test_the_time_of_no_job_of_the_variable_and_of_a_job_in_a_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert scheduler.time_left({}) is None
+    assert launcher.time_left({}) is None
     end = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 500)}
-    assert scheduler.time_left(end) == pytest.approx(500, abs=60)
+    assert launcher.time_left(end) == pytest.approx(500, abs=60)
     fake(tmp_path, "flux", "100")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert scheduler.time_left({**end, "FLUX_JOB_ID": "f1"}) == 100
+    assert launcher.time_left({**end, "FLUX_JOB_ID": "f1"}) == 100
