@@ -27,8 +27,8 @@ from report import duration, figure, table
 from results import show_size
 
 import hpcdist as hd
-from hpcdist.compare.timing import spread
 from hpcdist.formats.plain import page_size
+from hpcdist.runtime.timing import spread
 from hpcdist.tensors import accelerator
 
 CACHES = 2**28  # bytes, more than the processor has

@@ -37,7 +37,6 @@ from results import (
 from tqdm import tqdm
 
 import hpcdist as hd
-from hpcdist.compare.timing import plan
 
 # Ways with one file of all ranks.
 SHARED_FILE = (POSIX, "MPI-IO, Write_at_all", "MPI-IO, Read_at_all", PLAIN_H5PY, "h5py, independent", H5PY_ALONE)
@@ -349,9 +348,9 @@ def measure(case: Case, methods: Sequence[Method], rounds: int, seconds: float) 
     """Check all contenders, then time them in turn; slow ones in fewer rounds, if necessary. Collective."""
     until = time.monotonic() + seconds
     costs = {method.name: check(case, method) for method in methods if not method.unsupported}
-    left = case.comm.bcast(until - time.monotonic())
-    taken = dict(zip(costs, plan(list(costs.values()), rounds, left, min(FEWEST, rounds)), strict=True))
-    total = taken[POSIX]
+    share = case.comm.bcast(until - time.monotonic()) / len(costs)
+    taken = {name: min(rounds, max(FEWEST, int(share / cost))) for name, cost in costs.items()}
+    taken[POSIX] = total = max(taken.values())
     timings = [results.Timing(method.name, 1, [None] * total, method.unsupported) for method in methods]
     turns = {name: {i * total // n for i in range(n)} for name, n in taken.items()}
     for round_ in range(total):

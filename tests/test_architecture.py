@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import hpcdist
+from hpcdist.__main__ import COMMANDS
 
 pytestmark = pytest.mark.once
 
@@ -87,8 +88,9 @@ def test_no_files_import_each_other() -> None:
 
 
 def test_each_name_of_a_file_is_there_once() -> None:
-    names = [path.name for path in FILES if path.name not in ("__init__.py", "__main__.py")]
-    assert [name for name in set(names) if names.count(name) > 1] in ([], ["transfer.py"])
+    """But for commands, whose users choose the name."""
+    names = [path.name for path in FILES if path.parent != ROOT and path.name not in ("__init__.py", "__main__.py")]
+    assert [name for name in set(names) if names.count(name) > 1] == []
 
 
 def test_every_floor_is_in_the_house() -> None:
@@ -109,8 +111,9 @@ def test_layout_knows_neither_torch_nor_mpi() -> None:
 def test_importing_the_package_starts_no_mpi() -> None:
     """In a process without a launcher and without its variables. Nor are torch's compiler and DTensor imported, by a
     command neither, which would take as long again as torch."""
-    names = map(_name, FILES)
-    commands = [f"hpcdist.{n}" for n in names if n.startswith("commands.") or n.endswith("__main__") or n == "trace"]
+    rooms = [module for _, module, *_ in COMMANDS.values()]
+    names = [*rooms, *(f"{room}.__main__" for room in rooms), *(f"hpcdist.{_name(p)}" for p in ROOT.glob("commands/*"))]
+    commands = sorted({*names} & {f"hpcdist.{_name(path)}" for path in FILES})
     code = f"""
 import importlib, sys, hpcdist
 print({{"mpi4py.MPI", "h5py", "torch._dynamo"}} & set(sys.modules))
@@ -119,7 +122,7 @@ for name in {commands}:
 print({{"mpi4py.MPI", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor"}} & set(sys.modules))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert len(commands) > 6
+    assert len(commands) > 15
     assert (done.stdout.split(), done.returncode) == (["set()", "set()"], 0), done
 
 
@@ -147,10 +150,13 @@ def test_only_commands_print() -> None:
         for node in ast.walk(_tree(path))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     }
-    allowed = ("process.abort", "runtime.cli", "trace")
-    assert not [
-        n for n in printers if not (n.endswith("__main__") or n.startswith(("commands.", "examples.")) or n in allowed)
-    ]
+    allowed = {
+        "process.abort",
+        "runtime.cli",
+        *(module.removeprefix("hpcdist.") for _, module, *_ in COMMANDS.values()),
+    }
+    others = {name for name in printers - allowed if not name.startswith(("commands.", "examples."))}
+    assert not [name for name in others if not name.endswith("__main__")]
 
 
 def test_one_room_names_the_kind_of_accelerator() -> None:

@@ -152,9 +152,7 @@ class Table:
         return f"{self.title}\n{table(self.head, self.rows)}"
 
 
-def write_page(
-    path: str | Path, lines: Sequence[str], tables: Sequence[Table], picture: str | Path, **values: Any
-) -> None:
+def write_page(path: str | Path, lines: Sequence[str], tables: Sequence[Table], picture: str, **values: Any) -> None:
     """Write a report as one page in HTML that needs no other file: sentences, a picture, and tables.
 
     Args:
@@ -165,7 +163,7 @@ def write_page(
     """
     import jinja2
 
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1] / "templates"
 
     def fill(template: str | Path, **values: Any) -> str:
         return str(jinja2.Template((here / template).read_text(), autoescape=True, trim_blocks=True).render(values))

@@ -340,7 +340,7 @@ def test_what_the_parser_refuses_is_one_line(capsys):
         "-o {rank}.npy --window -1": "a number of bytes such as",
         "-o {rank}.npy --dim x\ny": r"invalid int value: 'x\ny'",
     }
-    jobscript = import_module("hpcdist.jobscript.__main__").main
+    jobscript = import_module("hpcdist.jobscript").main
     joins = [arrays.parser(what).parse_args for what in ("gather", "concat", "split")]
     wrong = [
         *((ask, f"x.npy {args}", text) for ask in joins for args, text in of_all.items()),

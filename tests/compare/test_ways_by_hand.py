@@ -12,9 +12,9 @@ import torch.distributed as dist
 from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 
 import hpcdist as hd
-from hpcdist.compare.byhand import CONTENDERS, DTYPES, VERBS, Case
-from hpcdist.compare.timing import Contender, check, measure
+from hpcdist.compare import CONTENDERS, DTYPES, VERBS, Case
 from hpcdist.errors import HpcdistError
+from hpcdist.runtime.timing import Contender, check, measure
 
 pytestmark = pytest.mark.mpi
 

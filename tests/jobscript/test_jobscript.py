@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
+from hpcdist import jobscript
 from hpcdist.errors import InputError
-from hpcdist.jobscript import KINDS, OTHER_PMIS, PMIS, Shape, __main__ as command, write
-from hpcdist.jobscript.__main__ import main
+from hpcdist.jobscript import KINDS, OTHER_PMIS, PMIS, Shape, main, write
 
 pytestmark = pytest.mark.once
 
@@ -101,7 +101,7 @@ def mpi_type(text):
 
 def test_plain_with_a_container_does_not_ask_this_machine(monkeypatch, capsys):
     """The image brings the MPI library."""
-    monkeypatch.setattr(command, "_printed", lambda command: "Cray MPICH" if "srun" not in command else "cray_shasta")
+    monkeypatch.setattr(jobscript, "_printed", lambda command: "Cray MPICH" if "srun" not in command else "cray_shasta")
     for words, decided in (
         ("--plain", ["export SLURM_MPI_TYPE=cray_shasta"]),
         ("--plain --pyxis x", ["export SLURM_MPI_TYPE=pmix"]),

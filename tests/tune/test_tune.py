@@ -16,8 +16,8 @@ PROGRAM = """
     import os, sys
     import torch
     import hpcdist as hd
-    import hpcdist.tune.__main__ as tune
-    from hpcdist.compare.timing import Timing
+    import hpcdist.tune as tune
+    from hpcdist.runtime.timing import Timing
 
     SENDS = {"concat": [0.5] * 5, "gather": [0.96] * 5, "split": [0.6, 0.7, 0.8, 1.3, 1.4], "redistribute": [2] * 5}
 

@@ -14,13 +14,13 @@ import torch
 from hpcdist.comm import tuning
 from hpcdist.comm.team import Team
 from hpcdist.comm.tuning import ALGORITHMS, Place, Rule, Rules, Sample, Tuned
-from hpcdist.compare.byhand import Case, ours
-from hpcdist.compare.timing import Contender, measure, ratio
+from hpcdist.compare import Case, ours
 from hpcdist.control import objects
 from hpcdist.errors import InputError
 from hpcdist.formats.paths import check_target, read_json, write_text
 from hpcdist.runtime.cli import progress, run, table
 from hpcdist.runtime.commandline import Parser, path, plural, show_bytes
+from hpcdist.runtime.timing import Contender, measure, spread
 from hpcdist.runtime.world import World, team_of
 
 _VERBS = {"allgatherv": "concat", "gatherv": "gather", "scatterv": "split", "alltoallv": "redistribute"}
@@ -65,8 +65,9 @@ def main(world: World, args: argparse.Namespace) -> int:
         skew = sizes[1] * team.size / sizes[0]
         us = {name: round(median * 1e6, 1) for name, median in medians.items()}
         samples.append(Sample(operation, sizes[0], int(100 * skew) / 100, us))
-        gain = ratio(timings[best], timings[default.label])
-        chosen = named[best] if gain is not None and gain.median < _GAIN and gain.high < 1 else default
+        both = zip(timings[best].samples, timings[default.label].samples, strict=True)
+        gain = spread([one / other for one, other in both if one and other])
+        chosen = named[best] if gain.median < _GAIN and gain.high < 1 else default
         if chosen.label != now.label:
             least = 0 if times == 1 else samples[-1].skew  # even calls are those without more skew
             found[operation].append(Rule(sizes[0], least, chosen.algorithm, chosen.segment))

@@ -1,1 +1,0 @@
-"""The command ``python -m hpcdist.tune``: measure the algorithms of calls, and write rules for HPCDIST_TUNE."""
