@@ -70,10 +70,15 @@ class Check:
 
 
 CHECKS: list[Check] = []
+_REPAIR = "use other nodes (`srun --exclude=HOST`), and ask your centre to repair this one"
+_NETWORK = "`export UCX_NET_DEVICES=mlx5_0:1` (UCX), `FI_PROVIDER=verbs` (MPICH)"
 # The steps of the examination without a check of that name: the meaning if it ends there, and the fix.
 STEPS = {
     "the start": ("The examination failed before its first step.", "report it as a bug of hpcdist"),
-    "this rank's limits": ("`TMPDIR` or `/dev/shm` does not respond.", "`df $TMPDIR /dev/shm` on that node"),
+    "this rank's limits": (
+        "`TMPDIR` or `/dev/shm` does not respond.",
+        f"`export TMPDIR=/tmp`; if `df $TMPDIR /dev/shm` hangs on that node, {_REPAIR}",
+    ),
     "MPI_Init": (
         "MPI does not start, or waits for a rank that never starts. If `ulimit -n`, `TMPDIR` or `/dev/shm` is not ok, "
         "that is the reason. Otherwise the launcher and the library do not belong together.",
@@ -82,10 +87,16 @@ STEPS = {
     ),
     "MPI's first messages": (
         "MPI starts, but no message arrives.",
-        "look for a firewall between the nodes, or name the network to MPI",
+        f"name the network to MPI: {_NETWORK}; or ask your centre whether a firewall separates the nodes",
     ),
-    "this rank's software": ("A file of the environment or the current folder cannot be read.", "`df` on that node"),
-    "this rank's hardware": ("A GPU or a driver does not respond.", "look at `nvidia-smi` and `dmesg` on that node"),
+    "this rank's software": (
+        "A file of the environment or the current folder cannot be read.",
+        f"if `df` hangs on that node, {_REPAIR}",
+    ),
+    "this rank's hardware": (
+        "A GPU or a driver does not respond.",
+        f"if `nvidia-smi` hangs or fails on that node, {_REPAIR}; its `dmesg` may show more",
+    ),
     "all ranks together": ("A rank is stopped or very slow.", "look at `top` on that node"),
     "hpcdist.finalize()": ("The connections of a route do not close.", "look at the findings about routes"),
     "MPI_Finalize": ("MPI does not end.", "look at the findings about MPI"),
@@ -193,9 +204,9 @@ _MIN_SHM = 2**24  # bytes per rank, for the messages of an MPI library within a 
 _GOOD_SHM = 2**27  # bytes per rank, enough for the batches of a DataLoader's workers as well
 _MIN_SPACE = 2**30  # bytes; with less, staging is likely to fail
 _INIT = (
-    "see this text, and the findings above. If the nodes do not reach each other, open their ephemeral ports "
-    "(`net.ipv4.ip_local_port_range`), give each an IPv4 address (`ip addr add 10.0.0.N/24 dev eth0`), or exclude "
-    "such a node"
+    "see this text, and the findings above. If a node does not reach the others, `srun --exclude=HOST`, and ask your "
+    "centre to open the nodes' ephemeral ports (`net.ipv4.ip_local_port_range`) to each other, and to give each node "
+    "an IPv4 address"
 )
 _POSIX = "`staging.save(writer='posix')`, which does not use MPI-IO"
 _OTHER_FOLDER = "`export HPCDIST_STAGING=FOLDER`, or `hpcdist.init(staging=...)`: a folder of the parallel file system"
@@ -378,8 +389,8 @@ def _memory(ranks: Ranks) -> Verdict:
 
 @Check(
     "limits", "ulimit -l", "limits", per=RANK,
-    fix="`ulimit -l unlimited` in the job script; `docker run --ulimit memlock=-1`; for all jobs: "
-    "`LimitMEMLOCK=infinity` of slurmd.service, and `PropagateResourceLimitsExcept=MEMLOCK` in slurm.conf",
+    fix="`ulimit -l unlimited` in the job script; `docker run --ulimit memlock=-1`; if it is refused, ask your centre "
+    "to set `LimitMEMLOCK=infinity` in slurmd.service, and `PropagateResourceLimitsExcept=MEMLOCK` in slurm.conf",
 )  # fmt: skip
 def _locked(facts: Facts) -> Verdict:
     """The node has InfiniBand, which locks the memory that it sends from, and the limit is low."""
@@ -395,7 +406,8 @@ def _locked(facts: Facts) -> Verdict:
 
 @Check(
     "limits", "ulimit -n", "limits", per=RANK,
-    fix="`ulimit -n $(ulimit -Hn)` in the job script; `docker run --ulimit nofile=65536`",
+    fix="`ulimit -n $(ulimit -Hn)` in the job script; `docker run --ulimit nofile=65536`; if that is not enough, ask "
+    "your centre to raise the hard limit",
 )  # fmt: skip
 def _files(facts: Facts) -> Verdict:
     """A rank may open too few files for connections to all ranks and for DataLoader workers."""
@@ -410,9 +422,9 @@ def _files(facts: Facts) -> Verdict:
 
 @Check(
     "GPUs", "GPUs", "gpu versions", errors="gpu",
-    fix="run `nvidia-smi` on that node: the driver may be too old for this torch, or another job may hold the GPU. Use "
-    "`srun --gpus-per-node=N` for all nodes; look at `CUDA_VISIBLE_DEVICES`; install a torch built for CUDA: "
-    "https://pytorch.org/get-started/locally",
+    fix="`srun --gpus-per-node=N` for all nodes; look at `CUDA_VISIBLE_DEVICES`; install a torch built for CUDA, and "
+    "for the driver that `nvidia-smi` shows: https://pytorch.org/get-started/locally. If the driver is too old for "
+    "any, or another job holds the GPU, ask your centre",
 )  # fmt: skip
 def _gpus(ranks: Ranks) -> Verdict:
     """Ranks share a GPU (with the same host, PCI address and UUID), which NCCL refuses. Or some ranks have no GPU,
@@ -489,7 +501,7 @@ def _active(facts: Facts) -> list[dict[str, Any]]:
 
 @Check(
     "network", "InfiniBand", "rdma",
-    fix="`ibstat` there; `srun --exclude=HOST` and tell the centre; meanwhile `export NCCL_IB_DISABLE=1`",
+    fix="`srun --exclude=HOST`, or `export NCCL_IB_DISABLE=1`; and ask your centre to look at the link (`ibstat`)",
 )  # fmt: skip
 def _infiniband(ranks: Ranks) -> Verdict:
     """Ports are not ACTIVE, or a link is slower than on other nodes."""
@@ -510,7 +522,8 @@ def _infiniband(ranks: Ranks) -> Verdict:
 @Check(
     "network", "NCCL network", "nccl_network rdma",
     fix="`unset NCCL_IB_DISABLE NCCL_NET`; `NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET` shows why; see InfiniBand and "
-    "`ulimit -l`; Slingshot: `module load aws-ofi-nccl`, `export NCCL_NET='AWS Libfabric'`",
+    "`ulimit -l`; Slingshot: `module load aws-ofi-nccl`, `export NCCL_NET='AWS Libfabric'`; without this module, ask "
+    "your centre for it",
     alike="the same environment and NCCL_ variables on all nodes", per=RANK,
 )  # fmt: skip
 def _nccl_network(facts: Facts) -> Verdict:
@@ -525,9 +538,9 @@ def _nccl_network(facts: Facts) -> Verdict:
 
 @Check(
     "network", "bandwidth between nodes", "pair rdma", per=RANK,
-    fix="name the network to MPI: `export UCX_NET_DEVICES=mlx5_0:1` (UCX), `FI_PROVIDER=verbs` (MPICH). Or load the "
-    "centre's MPI module, which is built for it. In a container: `docker run --device=/dev/infiniband`. If other nodes "
-    "are faster: `srun --exclude=HOST`",
+    fix=f"name the network to MPI: {_NETWORK}. Or load your centre's MPI module, which is built for it. In a "
+    "container: `docker run --device=/dev/infiniband`. If other nodes are faster: `srun --exclude=HOST`, and tell "
+    "your centre",
 )  # fmt: skip
 def _bandwidth(facts: Facts) -> Verdict:
     """Two nodes have less than a quarter of InfiniBand's nominal bandwidth, because MPI uses another network."""
@@ -541,7 +554,7 @@ def _bandwidth(facts: Facts) -> Verdict:
 @Check(
     "folders", "/dev/shm", "shm.free", per=NODE, errors="shm",
     fix="remove the files of ended jobs (`ls -la /dev/shm`); a container: `docker run --shm-size=8g` or `--ipc=host`; "
-    "else `mount -o remount,size=8g /dev/shm`, or `mount -t tmpfs tmpfs /dev/shm`",
+    "else fewer ranks per node, and ask your centre for a larger one (`mount -o remount,size=8g /dev/shm`)",
 )  # fmt: skip
 def _shm(ranks: Ranks) -> Verdict:
     """This memory is too small for MPI's messages within the node (broken), or for DataLoader workers."""
@@ -570,8 +583,8 @@ def _folder(ranks: Ranks) -> Verdict:
 
 @Check(
     "folders", "file locking", "staging.free",
-    fix="`export HDF5_USE_FILE_LOCKING=FALSE`; one job at a time for each file; as root: `mount -o remount,flock "
-    "FOLDER` (Lustre), or without nolock (NFS)",
+    fix="`export HDF5_USE_FILE_LOCKING=FALSE`, and one job at a time for each file; or ask your centre to mount the "
+    "file system with flock (Lustre), or without nolock (NFS)",
 )  # fmt: skip
 def _locking(ranks: Ranks) -> Verdict:
     """Files in the staging folder cannot be locked. hpcdist needs no locks, but h5py.File fails on such files. If

@@ -92,7 +92,7 @@ MADE_UP = {
         ("shm", {"error": "No such file"}, 0),
         "/dev/shm",
         "broken: No such file (rank 0 on a)",
-        "mount -t tmpfs",
+        "mount -o remount",
     ),
     "no h5py": (
         ("hdf5", {"error": "h5py cannot be imported: x"}, 3),
