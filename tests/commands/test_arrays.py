@@ -309,26 +309,36 @@ RESUMED = """
         return False
     RankWriter.write = dying
     atexit.register(lambda: sys.stdout.write(f"wrote {{len(rows)}}\\n"))
-    sys.argv = ["gather", "x.npy", "-o", {output!r}, "--window", "64K", "--resume"]
-    runpy.run_module("hpcdist.gather", run_name="__main__")
+    sys.argv = {line!r}.split()
+    runpy.run_module(sys.argv[0], run_name="__main__")
 """
+TILED = np.tile(WHOLE, (8, 1))
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(("output", "change"), [("y.h5", 0), ("y.npy", 1)])
-def test_resume_on_another_number_of_ranks(output, change, tmp_path):
-    """A gather dies half way; the next one writes only the rest, and all of it where the input has changed."""
-    whole = np.tile(WHOLE, (8, 1))
-    np.save(tmp_path / "x.npy", whole)
-    assert mpirun(2, code=RESUMED.format(until=4, output=output), cwd=tmp_path).status != 0
-    np.save(tmp_path / "x.npy", whole + change)
-    job = mpirun(3, code=RESUMED.format(until=-1, output=output), cwd=tmp_path)
+@pytest.mark.parametrize(
+    ("line", "change", "pieces"),
+    [
+        ("hpcdist.gather x.npy -o y.h5", 0, 21),
+        ("hpcdist.gather x.npy -o y.npy", 1, 21),
+        ("hpcdist.commands.conversion dcp y.safetensors", 0, 22),
+    ],
+)
+def test_resume_on_another_number_of_ranks(line, change, pieces, tmp_path):
+    """A job dies half way; the next one writes only the rest, and all of it where the input has changed."""
+    np.save(tmp_path / "x.npy", TILED)
+    dcp.save({"data": torch.from_numpy(TILED), "b": torch.arange(9)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    line += " --window 64K --resume"
+    assert mpirun(2, code=RESUMED.format(until=4, line=line), cwd=tmp_path).status != 0
+    np.save(tmp_path / "x.npy", TILED + change)
+    job = mpirun(3, code=RESUMED.format(until=-1, line=line), cwd=tmp_path)
     assert job.status == 0, job.err
     kept = 0 if change else 8
-    assert sum(map(int, re.findall(r"wrote (\d+)", job.out))) == 21 - kept
-    assert f"resumed: {kept} of 21 pieces were there and are kept" in job.out
-    assert np.array_equal(read(tmp_path / output), whole + change)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.npy", output]
+    assert sum(map(int, re.findall(r"wrote (\d+)", job.out))) == pieces - kept
+    assert f"resumed: {kept} of {pieces} pieces were there and are kept" in job.out
+    output = line.split()[-4]
+    assert np.array_equal(read(tmp_path / output), TILED + change)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["dcp", "x.npy", output]
 
 
 @pytest.mark.once

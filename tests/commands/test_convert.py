@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -235,32 +234,3 @@ def test_damaged_and_incomplete_folders_are_one_line(made, tmp_path, monkeypatch
         assert job.status == 2, message
         assert line.startswith(f"hpcdist convert: error: {i}") and message in line, f"{message}: {line}"
     assert (sorted(os.listdir()), Path("x.h5").read_text()) == (before, "old")
-
-
-KILLED = """
-    import os, runpy, signal, sys
-    from hpcdist.staging.writer import RankWriter
-    put, done = RankWriter.put, []
-    def dying(self, *args):
-        put(self, *args)
-        done.append(args)
-        if len(done) == 3:
-            self.team.comm.Barrier()
-            os.kill(os.getpid(), signal.SIGKILL)
-    RankWriter.put = dying
-    sys.argv = ["convert", *{arguments!r}]
-    runpy.run_module("hpcdist.commands.conversion", run_name="__main__")
-"""
-
-
-@pytest.mark.once
-def test_a_killed_job_is_resumed():
-    wholes = {"a": torch.arange(2**17), "b": torch.rand(16_000, 3)}
-    dcp.save(wholes, checkpoint_id="dcp", no_dist=True)
-    line = "dcp x.safetensors --window 64K --resume"
-    assert mpirun(2, code=KILLED.format(arguments=line.split())).status != 0
-    assert not Path("x.safetensors").exists()
-    (job,) = convert(2, line)
-    assert job.status == 0, job.err
-    assert re.search(r"resumed: [3-6] of \d\d pieces were there and are kept", job.out), job.out
-    assert_same("x.safetensors", wholes)

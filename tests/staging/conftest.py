@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
+from collective import Findings, assert_on_all_ranks, change_settings, raises_on_all_ranks
 
 import hpcdist as hd
 from hpcdist.staging import drivers
@@ -18,6 +18,15 @@ def findings(world):
     found = Findings(world.comm)
     yield found
     found.settle()
+
+
+@pytest.fixture(params=[1, 2], ids=["one node", "two nodes"])
+def comm(request, world, monkeypatch):
+    """All ranks, as if they were on one node or on two; of three ranks, the first and the last on the same."""
+    change_settings(monkeypatch, world, node_of=tuple(rank % request.param for rank in range(world.world_size)))
+    comm = world.comm.Dup()
+    yield comm
+    comm.Free()
 
 
 def refused(

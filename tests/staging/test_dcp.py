@@ -35,12 +35,8 @@ WHOLES = {
     "few": whole_of((1, 9), torch.int16, 4),
     "none": whole_of((0, 3), torch.float32),
 }
-PLACEMENTS = {
-    "rows": Shard(0), "columns": Shard(1), "last": Shard(2), "same": Replicate(), "few": Shard(0), "none": Shard(0),
-}  # fmt: skip
-OTHERS = {
-    "rows": Shard(1), "columns": Shard(0), "last": Replicate(), "same": Shard(0), "few": Shard(1), "none": Shard(1),
-}  # fmt: skip
+PLACEMENTS = dict(zip(WHOLES, (Shard(0), Shard(1), Shard(2), Replicate(), Shard(0), Shard(0)), strict=True))
+OTHERS = dict(zip(WHOLES, (Shard(1), Shard(0), Replicate(), Shard(0), Shard(1), Shard(1)), strict=True))
 VALUES = {
     "step": 7,
     "lr": [1e-3, float("inf")],

@@ -42,35 +42,30 @@ def _async_save(path, value, seconds=0.5):
 
 
 @mpi
-def test_a_later_save_is_not_replaced_by_an_earlier_one(findings, folder):
-    path = folder / "x.h5"
-    ways = {
+def test_later_calls_on_the_same_file(findings, folder):
+    """A later save is not replaced by an earlier one, and a load sees what was saved before."""
+    path, x = folder / "x.h5", torch.zeros(3, 2)
+    saves = {
         "staging": lambda x: staging.save(path, {"x": x}, None),
         "dcp": lambda x: dcp.save({"x": x}, storage_writer=HDF5Writer(path)),
+        "neither": lambda x: None,
     }
-    for name, later in ways.items():
-        future = _async_save(path, 1.0)
-        later(torch.full((3, 2), 2.0))
+    for value, (name, later) in enumerate(saves.items()):
+        future = _async_save(path, value + 0.5)
+        later(x + value)
+        dcp.load({"x": (got := torch.zeros(3, 2))}, storage_reader=HDF5Reader(path))
+        expected = x + value + 0.5 * (name == "neither")
+        findings.same(got, expected, f"dcp.load after {name}")
+        findings.same(staging.load(path, "x", dim=None), expected, f"staging.load after {name}")
         future.result(60)
-        findings.check(staging.load(path, "x", dim=None).eq(2).all(), f"{name} came later")
-    handle = staging.save(path, {"x": torch.full((3, 2), 5.0)}, async_op=True)
-    ways["dcp"](torch.full((3, 2), 6.0))
+        findings.same(staging.load(path, "x", dim=None), expected, f"{name} came later")
+    future = _async_save(path, 4.0)
+    findings.same(staging.load(path, "x", dim=None), x + 4, "staging.load of an asynchronous save")
+    future.result(60)
+    handle = staging.save(path, {"x": x + 5}, async_op=True)
+    saves["dcp"](x + 6)
     handle.wait()
     findings.check(staging.load(path, "x", dim=None).eq(6).all(), "dcp.save came after async_op=True")
-
-
-@mpi
-def test_a_load_sees_what_was_saved_before(findings, folder):
-    path, x = folder / "x.h5", torch.zeros(3, 2)
-    staging.save(path, {"x": x}, None)
-    for value in (1.0, 2.0):
-        future = _async_save(path, value)
-        if value == 1:
-            got = staging.load(path, "x", dim=None)
-        else:
-            dcp.load({"x": (got := x)}, storage_reader=HDF5Reader(path))
-        findings.same(got, torch.full((3, 2), value), value)
-        future.result(60)
 
 
 END = """

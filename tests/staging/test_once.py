@@ -8,8 +8,7 @@ from unittest.mock import Mock
 import h5py
 import pytest
 import torch
-from cases import DTYPES, whole_of
-from collective import change_settings
+from cases import whole_of
 from conftest import refused
 
 import hpcdist as hd
@@ -22,35 +21,6 @@ from hpcdist.tensors.storage import Scratch
 pytestmark = pytest.mark.mpi
 
 LARGE = whole_of((200, 500), torch.int32)
-
-
-@pytest.fixture(params=[1, 2], ids=["one node", "two nodes"])
-def comm(request, world, monkeypatch):
-    """All ranks, as if they were on one node or on two; of three ranks, the first and the last on the same."""
-    change_settings(monkeypatch, world, node_of=tuple(rank % request.param for rank in range(world.world_size)))
-    comm = world.comm.Dup()
-    yield comm
-    comm.Free()
-
-
-@pytest.mark.parametrize("verify", [None, True, False])
-def test_values(verify, comm, findings, world, folder):
-    """Whatever is read once, and however small the window; files of other tools, too."""
-    tensors = {f"{dtype}": whole_of((5, 3), dtype) for dtype in list(DTYPES)[::3]}
-    tensors |= {"large": LARGE, "none": LARGE[:0], "step": torch.tensor(7), "long": whole_of((20_000,), torch.float32)}
-    others = {"chunked": torch.arange(60_000).view(100, 600), "big": torch.arange(60_000).int()}
-    staging.save(folder / "x.h5", tensors, None, window=100_000)
-    if world.rank == 0:
-        with h5py.File(folder / "other.h5", "w") as file:
-            file.create_dataset("chunked", data=others["chunked"], chunks=(30, 30), compression="gzip")
-            file.create_dataset("big", data=others["big"].numpy().astype(">i4"))
-    world.comm.Barrier()
-    for (name, expected), size in itertools.product({"x": tensors, "other": others}.items(), (100_000, 2**28)):
-        options = {"window": size, "verify": verify}
-        got = staging.load(folder / f"{name}.h5", dim=None, group=comm, **options)
-        findings.check(got.keys() == expected.keys(), (name, list(got)))
-        for key, x in expected.items():
-            findings.same(got[key], x, (name, key, options))
 
 
 def test_other_memory(comm, findings, world, folder, monkeypatch):

@@ -1,13 +1,12 @@
 """save() and load(): every shape, dim, dtype and writer, against plain indexing, and h5py as the reader of the file."""
 
-import itertools
 import random
 
 import h5py
 import numpy as np
 import pytest
 import torch
-from cases import DTYPES, EXTENTS, STRIDES, extents_of, part, strides_for, whole_of
+from cases import DTYPES, EXTENTS, STRIDES, copy_of, extents_of, part, same_bits, strides_for, whole_of
 from collective import assert_on_all_ranks
 from conftest import WRITERS, same
 from safetensors.torch import load_file, save_file
@@ -59,24 +58,6 @@ def test_every_extent_dim_and_dtype(case, writer, world, findings, folder):
             findings.same(theirs[name], whole, f"{name} {dim} by its library")
             findings.same(loaded[name], shards[name], f"{name} {dim} by load")
         world.comm.Barrier()
-
-
-@pytest.mark.parametrize("writer", WRITERS)
-def test_strides_on_both_sides(writer, world, findings, folder):
-    extents = extents_of("zero in the middle", world.world_size)
-    for dtype, dim in itertools.product((torch.float32, torch.bfloat16, torch.complex64), (0, 1)):
-        shape = (sum(extents), 4) if dim == 0 else (4, sum(extents))
-        for name in strides_for(dtype):
-            mine = part(whole_of(shape, dtype), dim, extents, world.rank)
-            x = STRIDES[name](mine) if mine.numel() else mine
-            before = x.clone()
-            staging.save(folder / "x.h5", x, dim, writer=writer, window=SMALL)
-            findings.check(torch.equal(x, before) or x.isnan().any(), f"{name}: the input has changed")
-            out = torch.empty((x.shape[1], 2 * x.shape[0]), dtype=dtype).t()[::2]
-            got = staging.load(folder / "x.h5", dim=dim, counts=extents, out=out, window=SMALL)
-            findings.check(got is out, "out is returned")
-            findings.same(out, x, f"{name} {dtype} {dim}")
-            world.comm.Barrier()
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -180,7 +161,7 @@ def _foreign(path, whole):
 
 
 @pytest.mark.parametrize("dim", [0, 1, None])
-def test_files_of_other_tools(dim, world, findings, folder):
+def test_files_of_other_tools(dim, comm, world, findings, folder):
     whole = np.arange(110, dtype="i4").reshape(11, 10)
     if world.rank == 0:
         _foreign(folder / "x.h5", whole)
@@ -191,7 +172,7 @@ def test_files_of_other_tools(dim, world, findings, folder):
     wholes |= {"12 bits": torch.tensor([-1, 2, -3], dtype=torch.int16), "bf16": torch.tensor([1.5, 2, -3])}
     dims = dim if dim is None else dict.fromkeys(_NAMES, dim)
     for window in (SMALL, 4096):
-        loaded = staging.load(folder / "x.h5", dim=dims, window=window, verify=True)
+        loaded = staging.load(folder / "x.h5", dim=dims, window=window, verify=True, group=comm)
         findings.check(set(loaded) == {*wholes}, f"tensors: {list(loaded)}")
         for name, expected in wholes.items():
             if dim is not None:
@@ -200,19 +181,21 @@ def test_files_of_other_tools(dim, world, findings, folder):
             findings.same(loaded[name], expected, f"{name} {window}")
 
 
-def test_random_draws(world, findings, folder):
-    """Shapes, dims, windows, and what is loaded, drawn at random, the same on all ranks."""
+def test_random_draws(comm, world, findings, folder):
+    """Shapes, dims, strides, windows, and what is loaded, drawn at random, the same on all ranks."""
     draw, size, rank = random.Random(17), world.world_size, world.rank
     for turn in range(10 if size > 3 else 40):
         shape = [draw.randrange(1, 9) for _ in range(draw.randrange(1, 5))]
         dim = draw.randrange(len(shape))
         extents = tuple(draw.choice((0, 1, 2, 5)) for _ in range(size))
         shape[dim] = sum(extents)
-        dtype = draw.choice(list(DTYPES))
-        whole = whole_of(tuple(shape), dtype, salt=turn)
-        window = draw.choice((16, 64, 333, 5000))
-        x = {"a": {"b": part(whole, dim, extents, rank)}}
-        staging.save(folder / "x.h5", x, dim, window=window, writer=draw.choice(WRITERS))
+        dtype, shape = draw.choice(list(DTYPES)), tuple(shape)
+        whole = STRIDES[draw.choice(list(strides_for(dtype)))](whole_of(shape, dtype, salt=turn))
+        window, x = draw.choice((16, 64, 333, 5000)), part(whole, dim, extents, rank)
+        before = copy_of(x)
+        how = {"window": window, "writer": draw.choice(WRITERS), "group": comm}
+        staging.save(folder / "x.h5", {"a": {"b": x}}, dim, **how)
+        findings.check(same_bits(x, before), f"turn {turn}: the input has changed")
         for _ in range(3):
             along = draw.randrange(-len(shape), len(shape))
             extent = shape[along]
@@ -225,8 +208,11 @@ def test_random_draws(world, findings, folder):
                 ({"box": tuple(zip(*box, strict=True))}, whole[tuple(slice(at, at + n) for at, n in box)]),
             ])  # fmt: skip
             how = where | {"verify": draw.choice((None, True, False)), "window": draw.choice((16, 100, 5000))}
+            out = STRIDES[draw.choice(("transposed", "stepped"))](whole_of(tuple(expected.shape), dtype, 5))
+            how |= {"out": draw.choice((None, out)), "group": comm}
             got = staging.load(folder / "x.h5", "a/b", **how)
-            findings.same(got, expected, f"turn {turn}: {shape} {dim} {extents} {dtype} {window} {how}")
+            findings.check(how["out"] is None or got is how["out"], "out is returned")
+            findings.same(got, expected, f"turn {turn}: {shape} {dim} {extents} {dtype} {window} {where}")
         world.comm.Barrier()
 
 
