@@ -87,7 +87,7 @@ def gather(
     """
 
     kind = Join if isinstance(x, Tensor) else JoinStructures
-    return run(kind("gather", x, dim, route, out, allow_pickle, root), world.team_of(group), async_op)
+    return run(kind("gather", x, dim, route, out, allow_pickle, root, True), world.team_of(group), async_op)
 
 
 # fmt: off
@@ -166,10 +166,8 @@ def concat(
     """
 
     kind = Join if isinstance(x, Tensor) or shared else JoinStructures
-    return run(kind("concat", x, dim, route, out, allow_pickle, None, shared), world.team_of(group), async_op)
-
-
-_ROOTS = (int, type(None))
+    op = kind("concat", x, dim, route, out, allow_pickle, shared=bool(shared))
+    return run(op, world.team_of(group), async_op)
 
 
 class Join(Joining, Plannable):
@@ -180,23 +178,18 @@ class Join(Joining, Plannable):
 
     def arguments(self) -> Hashable:
         dim, root = self.dim, self.root
-        return (self.name, dim, root, self.route) if type(dim) is int and type(root) in _ROOTS else None
+        return (self.rooted, dim, root, self.route) if type(dim) is type(root) is int else None
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
         assert call.x is not None
         self._root, self._dim = call.root, call.dim
-        self._blocks = blocks(call.x.shape, call.dim, agreed.extents, call.x.dtype)
+        cut = self._blocks = blocks(call.x.shape, call.dim, agreed.extents, call.x.dtype)
         if agreed.outs:
-            expected = [self._blocks.shape[call.dim]] * team.size
-            collective.check_out(self.name, agreed.outs, expected, agreed.grad)
-        self.bind(team, call.x, call.out, agreed)
-
-    def parts(self, team: Team) -> Parts:
-        cut, whole = self._blocks, layout.whole(self._blocks.shape)
-        sources = [box for (box,) in cut.boxes]
-        dests = [whole if self._root in (-1, rank) else None for rank in range(team.size)]
+            collective.check_out(self.name, agreed.outs, [cut.shape[call.dim]] * team.size, agreed.grad)
+        sources, whole = [box for (box,) in cut.boxes], layout.whole(cut.shape)
+        dests = [whole if call.root in (-1, rank) else None for rank in range(team.size)]
         recvs = list(enumerate(sources)) if dests[team.rank] is not None else []
-        return Parts(cut.shape, cut.dtype, sources, dests, recvs)
+        self.bind(team, call, agreed, Parts(cut.shape, cut.dtype, sources, dests, recvs))
 
     def method(self, team: Team) -> Method:
         return self.chosen(team).method(

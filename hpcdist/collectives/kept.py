@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -17,7 +18,6 @@ from hpcdist.layout import Box
 from hpcdist.process import abort
 from hpcdist.tensors.storage import copyable
 from hpcdist.validation import collective
-from hpcdist.validation.collective import Agreed
 
 BEHIND_HEADERS = Method("behind the headers by which the ranks agree", "the data of every rank fit there")
 _SPARE = 2**12  # bytes of a result; larger ones are not allocated in advance
@@ -45,13 +45,6 @@ class Parts(NamedTuple):
         moves = layout.overlaps(sources, dests, rank)
         sent, received = (sum(box.size() for peer, box in of if peer != rank) for of in (moves.sends, moves.recvs))
         return self.dtype.itemsize * sent, self.dtype.itemsize * received
-
-    def came(self, agreed: Agreed, prefix: int) -> bool:
-        """Return whether the data of all ranks arrived behind the headers. The same on all ranks."""
-        for nbytes, box in zip(agreed.inlines, self.sources, strict=True):
-            if box is not None and nbytes != prefix + self.dtype.itemsize * box.size():
-                return False
-        return agreed.inline
 
 
 class Kept:
@@ -90,14 +83,14 @@ class Kept:
         self._spare: list[tuple[Tensor, Any]] = []  # results that are given to later calls, and their memory
         self._most = 0
         for source, box in sorted(parts.recvs, key=itemgetter(1)):
-            held, into = parts.sources[source], box.relative_to(self._box.offset)
+            held = parts.sources[source]
             assert held is not None
-            at = layout.run_start(box.relative_to(held.offset), held.shape)
-            if at is None or layout.run_start(into, self._box.shape) is None:
+            at = layout.run_start(box, held)
+            if at is None or layout.run_start(box, self._box) is None:
                 self._pieces = self._cut(parts, prefix)
                 break
             begin = buffers.starts[source] + prefix + itemsize * at
-            places.append(slice(begin, begin + itemsize * box.size()))
+            places.append(slice(begin, begin + itemsize * prod(box.shape)))
         self._pick = itemgetter(*places, slice(0))  # a tuple, whatever their number
 
     def _cut(self, parts: Parts, prefix: int) -> list[tuple[Tensor, tuple[slice, ...]]]:

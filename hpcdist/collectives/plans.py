@@ -9,25 +9,30 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
+from hpcdist import activity
 from hpcdist.collectives import join, redistribute, run as driver, split
 from hpcdist.collectives.kept import BEHIND_HEADERS
-from hpcdist.collectives.run import Like, Plannable
+from hpcdist.collectives.run import Plannable
 from hpcdist.comm.route import Method
 from hpcdist.comm.team import Team
 from hpcdist.errors import HpcdistError, refusal
 from hpcdist.layout import Box
+from hpcdist.process import abort
 from hpcdist.runtime import world
 from hpcdist.runtime.plan import Plan, planners
 from hpcdist.tensors import pool
 from hpcdist.tensors.accelerator import MemoryKind
+from hpcdist.validation import collective, local
+from hpcdist.validation.call import Call, not_a_tensor
 from hpcdist.validation.collective import Agreed
 
 if TYPE_CHECKING:
     from hpcdist.comm.settings import GroupLike
 
 _OPERATIONS: dict[Any, Callable[..., Plannable]] = {
-    join.gather: partial(join.Join, "gather"),
+    join.gather: partial(join.Join, "gather", rooted=True),
     join.concat: partial(join.Join, "concat"),
     split.split: split.Scatter,
     redistribute.redistribute: redistribute.Redistribute,
@@ -80,14 +85,38 @@ def plan(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None, *
     if verb is split.split and arguments["root"] is None:
         raise refusal(TypeError, "HD201", "plan(): split with root=None sends nothing: call it")
     team, op = world.team_of(group), make(**arguments)
-    op.name, op.number = f"plan of {verb.__name__}", 0
-    agreed = driver.plan(op, team)
+    op.name = f"plan of {verb.__name__}"
+    with activity.InCall(op.name, team), abort.InStep(op.name, team.size):
+        call = local.call_of(op.name, _validation(op), op, team)
+        agreed = collective.exchange(team, call)
+        op.grad = agreed.grad
+        with abort.InTransfer(op.name, team.size):
+            op.plan(team, call, agreed)
     return _described(verb.__name__, op, team, agreed)
+
+
+def _validation(op: Plannable, like: Tensor | None = None) -> Callable[[Plannable, Team, Call], None]:
+    """Return the validation of an operation in plan(), and of those that the plan executes on a tensor like `like`."""
+    validate = type(op).validate
+    facts = None if like is None else (like.dtype, tuple(like.shape), like.device)
+    planned = "a {} tensor of shape {} on {}"
+
+    def validated(again: Plannable, team: Team, call: Call) -> None:
+        x = again.x
+        if not (x is None or isinstance(x, Tensor)):
+            raise local.ArgumentError("HD201", not_a_tensor(x, "x"))
+        if x is not None and facts is not None and (got := (x.dtype, tuple(x.shape), x.device)) != facts:
+            text = f"x is {planned.format(*got)}, but the plan was made for {planned.format(*facts)}"
+            raise local.ArgumentError("HD303", text)
+        validate(again, team, call)
+        call.options = (*call.options, ("the plan", again.number))
+
+    return validated
 
 
 def _described(name: str, op: Plannable, team: Team, agreed: Agreed) -> Plan:
     """Return the plan of an operation, which forgets its tensors. Collective."""
-    route, parts, inline = op.chosen(team), op.parts(team), op.kept is not None and op.kept.inline
+    route, parts, inline = op.chosen(team), op.parts, op.kept is not None and op.kept.inline
     box, reasons = parts.dests[team.rank], [team.routes[op.route, agreed.kinds][1]]
     method = BEHIND_HEADERS if inline else op.method(team)
     if op.shared:
@@ -132,11 +161,10 @@ def _shared(team: Team, nbytes: int, otherwise: Method) -> Method:
 
 def _kept(name: str, op: Plannable, team: Team) -> Callable[..., Any]:
     """Return the function that executes a plan."""
-    x = op.x
+    validate = _validation(op, op.x)
     team.plans_made += 1
     op.name, op.number = f"a plan of {name}", team.plans_made
-    op.like = None if x is None else Like(x.shape, x.dtype, x.device)
-    kept = vars(op) | dict.fromkeys(("x", "out", "sent", "dest", "kept"))
+    kept = vars(op) | dict.fromkeys(("x", "out", "sent", "dest", "kept")) | {"validate": validate}
     kind = type(type(op).__name__, (type(op),), kept)  # its attributes: faster than a copy of them for each call
 
     def call(x: Any, out: Any = None, *, async_op: bool = False) -> Any:

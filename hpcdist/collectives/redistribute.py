@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
@@ -24,7 +25,7 @@ from hpcdist.runtime import world
 from hpcdist.tensors import pool
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.blocks import Blocks
-from hpcdist.tensors.storage import copyable, overlap, row_major, sum_dtype
+from hpcdist.tensors.storage import copyable, overlap, sum_dtype
 from hpcdist.validation import collective, local as checks
 from hpcdist.validation.call import Call
 from hpcdist.validation.collective import Agreed
@@ -93,6 +94,7 @@ def redistribute(
     return run(Redistribute(x, src, dst, route, out), world.team_of(group), async_op)
 
 
+@dataclass(eq=False)
 class Redistribute(Plannable):
     """Redistribute a tensor.
 
@@ -100,12 +102,14 @@ class Redistribute(Plannable):
         moves: transfer of this rank, after plan().
     """
 
+    x: Any
+    src: Any
+    dst: Any
+    route: Any
+    out: Any
+    sent: Tensor = field(init=False)
+    moves: Transfer = field(init=False)
     name = "redistribute"
-    sent: Tensor
-    moves: Transfer
-
-    def __init__(self, x: Any, src: Any, dst: Any, route: Any, out: Any) -> None:
-        self.x, self.src, self.dst, self.route, self.out = x, src, dst, route, out
 
     def arguments(self) -> Hashable:
         given = self.src, self.dst, self.route
@@ -113,10 +117,7 @@ class Redistribute(Plannable):
 
     def validate(self, team: Team, call: Call) -> None:
         checks.check_layouts(self, call)
-        if call.x is not None:
-            header = encode(_shapes(call))
-            fits = checks.may_be_inline(call) and len(header) + call.x.nbytes <= team.inline
-            call.inline = (header, row_major(call.x)) if fits else (header,)
+        checks.put_inline(call, team, encode(_shapes(call)))
         if call.out is not None:  # in the header: no other rank then takes this call for an earlier one
             call.out_extent = hash(tuple(call.out.shape)) % 2**62
 
@@ -144,11 +145,8 @@ class Redistribute(Plannable):
         keep = agreed.inline
         if MemoryKind.GPU in agreed.kinds:
             agreed = agreed._replace(inline=False)  # behind the headers are the shapes alone
-        self.bind(team, x, call.out, agreed, prefix_of(1 + 2 * ndim), keep)
-
-    def parts(self, team: Team) -> Parts:
-        moves, x = self.moves, self.sent
-        return Parts(moves.shape, x.dtype, moves.held, moves.boxes, moves.recvs)
+        parts = Parts(moves.shape, x.dtype, moves.held, moves.boxes, moves.recvs)
+        self.bind(team, call, agreed, parts, prefix_of(1 + 2 * ndim), keep)
 
     def method(self, team: Team) -> Method:
         return self.moves.method(team)

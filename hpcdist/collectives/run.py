@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, NamedTuple
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ from hpcdist.routes import select
 from hpcdist.runtime import background
 from hpcdist.tensors.eager import recorded
 from hpcdist.tensors.storage import copyable, is_plain, written
-from hpcdist.validation import collective, local
-from hpcdist.validation.call import Call, not_a_tensor
+from hpcdist.validation import collective
+from hpcdist.validation.call import Call
 from hpcdist.validation.collective import Agreed
 from hpcdist.validation.local import call_of
 
@@ -38,16 +39,18 @@ class Operation(ABC):
         which: number of the result among the team's results with a gradient, as text.
         kept: the call as its team keeps it; None if it is planned for every call.
         unrouted: the route that a trace shows for a call without one.
+        finish: converts what forward() returned to the caller's result, on this rank alone.
     """
 
     name: str
     x: Any
-    out: Any = None
-    route: Any = "auto"
+    out: Any
+    route: Any
     grad = False
     which = ""
     kept: Kept | None = None
     unrouted = "headers"
+    finish: Callable[[Any], Any] | None = None
 
     def execute(self, team: Team) -> Any:
         """Agree with the other ranks, move the data, and return the caller's result. Collective over the team."""
@@ -57,29 +60,28 @@ class Operation(ABC):
             if known.exchange(team, self.x):
                 return known.take(self.out) if known.inline else known.again(self, team)
             exchanged = True  # another rank's call is not the same as before
-        call = call_of(self.name, self.checked, team)
+        call = call_of(self.name, self.validate, team)
         agreed = collective.exchange(team, call, exchanged)
         self.grad = agreed.grad
-        with abort.InTransfer(self.name, team.size):
+        try:
             self.plan(team, call, agreed)
             if self.grad:
                 self.which = autograd.count(team)
             result = self.forward(team)
+        except BaseException as error:  # as in run()
+            abort.InTransfer.check(self.name, team.size, error)
+            raise
         if key is not None and self.kept is not None and not self.grad:
             while len(team.repeats) >= max(1, min(_MOST, _HEADERS // team.size)):
                 del team.repeats[next(iter(team.repeats))]  # the oldest
             team.repeats[key] = self.kept
             if not self.kept.inline:
                 self.kept.keep(self)
-        return self.finish(result)
+        return result if self.finish is None else self.finish(result)
 
     def key(self) -> Hashable:
         """Return the key by which to find a call with these arguments again; None if it cannot be repeated."""
         return None
-
-    def checked(self, team: Team, call: Call) -> None:
-        """Validate the arguments, against those of a plan as well."""
-        self.validate(team, call)
 
     @abstractmethod
     def validate(self, team: Team, call: Call) -> None:
@@ -93,21 +95,9 @@ class Operation(ABC):
     def forward(self, team: Team) -> Any:
         """Move the data. Collective. An error here aborts the job, except for a RankError, which all ranks raise."""
 
-    def finish(self, result: Any) -> Any:
-        """Convert what forward returned to the caller's result, on this rank alone."""
-        return result
-
     def backward(self, team: Team, grad: Tensor) -> Tensor | None:
         """Compute the gradient of `x` from that of this rank's result: the transpose of the call. Collective."""
         raise NotImplementedError
-
-
-class Like(NamedTuple):
-    """The shape, dtype and device that every call of a plan must have."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
 
 
 class Plannable(Operation):
@@ -115,26 +105,21 @@ class Plannable(Operation):
 
     Attributes:
         shared: whether the ranks of a node are to share the result.
-        number: of the plan that is executed, among those of the team; 0 while it is made, None without a plan.
-        like: shape, dtype and device of the `x` that the plan was made for; None if it was made for None.
-        sent, dest, agreed: tensor that this rank sends, and memory for its result if there is some, validated and
-            detached; headers of all ranks.
+        number: of the plan that is executed, among those of the team; 0 without one.
+        sent, dest, agreed, parts: tensor that this rank sends, and memory for its result if there is some, validated
+            and detached; headers of all ranks; what moves.
     """
 
     shared = False
-    number: int | None = None
-    like: Like | None = None
+    number = 0
     sent: Tensor | None
     dest: Tensor | None
     agreed: Agreed
+    parts: Parts
 
     @abstractmethod
     def arguments(self) -> Hashable:
         """Return the arguments of the call besides `x` and `out`; None if they may change in place, or equal others."""
-
-    @abstractmethod
-    def parts(self, team: Team) -> Parts:
-        """Return the parts that move, after plan()."""
 
     @abstractmethod
     def method(self, team: Team) -> Method:
@@ -147,17 +132,6 @@ class Plannable(Operation):
     def in_window(self, team: Team) -> Tensor | None:
         """Move the data to a result that the ranks of a node share; None on all ranks if it cannot be. Collective."""
         raise NotImplementedError
-
-    def checked(self, team: Team, call: Call) -> None:
-        x, like = self.x, self.like
-        if self.number is not None and not (x is None or isinstance(x, Tensor)):
-            raise local.ArgumentError("HD201", not_a_tensor(x, "x"))
-        if x is not None and like is not None and (x.shape, x.dtype, x.device) != like:
-            got, planned = (f"a {t.dtype} tensor of shape {tuple(t.shape)} on {t.device}" for t in (x, like))
-            raise local.ArgumentError("HD303", f"x is {got}, but the plan was made for {planned}")
-        self.validate(team, call)
-        if self.number is not None:
-            call.options = (*call.options, ("the plan", self.number))
 
     def key(self) -> Hashable:
         x, out, given = self.x, self.out, self.number or self.arguments()
@@ -172,20 +146,20 @@ class Plannable(Operation):
             return None
         return given, x is not None and (x.dtype, x.shape), out.dtype, out.shape
 
-    def bind(
-        self, team: Team, x: Tensor | None, out: Tensor | None, agreed: Agreed, prefix: int = 0, keep: bool = True
-    ) -> None:
-        """Take the tensors that forward() moves, of the shape, dtype and device of the plan.
+    def bind(self, team: Team, call: Call, agreed: Agreed, parts: Parts, prefix: int = 0, keep: bool = True) -> None:
+        """Take the tensors that forward() moves, and what of them moves, at the end of plan().
 
         Args:
             prefix: see Kept.
             keep: whether plan() has sent nothing. A rank may have forgotten a call that others repeat, and plans alone.
         """
-        self.sent, self.dest, self.agreed = x, out, agreed
-        parts = self.parts(team) if agreed.inline else None
-        if parts is not None and not parts.came(agreed, prefix):
-            parts = None
-        self.kept = Kept(team, x, agreed.inlines[team.rank], parts, prefix) if keep or parts is not None else None
+        self.sent, self.dest, self.agreed, self.parts = call.x, call.out, agreed, parts
+        inline = agreed.inline and all(  # whether the data of all ranks arrived behind the headers
+            box is None or nbytes == prefix + parts.dtype.itemsize * prod(box.shape)
+            for nbytes, box in zip(agreed.inlines, parts.sources, strict=True)
+        )
+        behind = agreed.inlines[team.rank]
+        self.kept = Kept(team, call.x, behind, parts if inline else None, prefix) if keep or inline else None
 
     def chosen(self, team: Team) -> Route:
         """Return the route of the data. Collective, after plan(); raises the same on all ranks."""
@@ -237,17 +211,6 @@ def run(op: Operation, team: Team, async_op: bool = False) -> Any:
                 abort.InStep.check(op.name, team.size, error)
                 raise
     return result if op.out is None else written(op.out, result)
-
-
-def plan(op: Operation, team: Team) -> Agreed:
-    """Run an operation up to its plan, to be executed later. Collective over the team."""
-    with activity.InCall(op.name, team), abort.InStep(op.name, team.size):
-        call = call_of(op.name, op.checked, team)
-        agreed = collective.exchange(team, call)
-        op.grad = agreed.grad
-        with abort.InTransfer(op.name, team.size):
-            op.plan(team, call, agreed)
-    return agreed
 
 
 def _execute_later(op: Operation, team: Team) -> tuple[Any, Operation | None]:

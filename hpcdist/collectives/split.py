@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, overload
 
 import torch
@@ -102,24 +103,27 @@ def split(
         tensor([0, 1])   # on rank 0; tensor([2, 3]) on rank 1, tensor([4]) on rank 2
     """
 
-    op = Scatter(x, dim, root, counts, route, out, allow_pickle, shared)
+    op = Scatter(x, dim, root, counts, route, out, allow_pickle, bool(shared))
     if root is None:
         ranks = world.context().group_of(group)
         return background.run_now(lambda: _local(op, ranks), async_op)
     return run(op, world.team_of(group), async_op)
 
 
+@dataclass(eq=False)
 class Scatter(Plannable):
     """Split a tensor or structure of the root into one part for each rank."""
 
+    x: Any
+    dim: Any
+    root: Any
+    counts: Any
+    route: Any
+    out: Any
+    allow_pickle: Any
+    shared: bool = False
+    _structure: Distribution | None = field(default=None, init=False)
     name = "split"
-    _structure: Distribution | None = None
-
-    def __init__(
-        self, x: Any, dim: Any, root: Any, counts: Any, route: Any, out: Any, allow_pickle: Any, shared: Any = False
-    ) -> None:
-        self.x, self.dim, self.root, self.counts, self.shared = x, dim, root, counts, bool(shared)
-        self.route, self.out, self.allow_pickle = route, out, allow_pickle
 
     def arguments(self) -> Hashable:
         given, counts = (self.dim, self.root, self.route, self.allow_pickle), self.counts
@@ -134,10 +138,8 @@ class Scatter(Plannable):
         local.check_split(self, team.rank, team.size, team.settings.device.type != "cpu", call)
         if team.rank != call.root:
             call.inline = ()
-        elif call.x is not None and local.may_be_inline(call):
-            header = _encoded(call, team.size)
-            fits = len(header) + call.x.nbytes <= team.inline
-            call.inline = (header, row_major(call.x)) if fits else (header,)
+        elif call.x is not None and call.kind == MemoryKind.CPU and call.route in ("auto", "mpi"):
+            local.put_inline(call, team, _encoded(call, team.size))
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
         if agreed.inline:
@@ -147,23 +149,20 @@ class Scatter(Plannable):
         if not header:
             problem = coded("HD211", "out is given, but the root has no tensor")
             objects.raise_problems(self.name, dict.fromkeys(agreed.outs, problem))
-            self._structure = Distribution(team, call, agreed.kinds)
+            self._structure = Distribution(team, call, agreed.kinds, self.allow_pickle)
+            self.finish = self._structure.finish
             return
         self._blocks = cut = _decoded(header, call.dim_arg, team.size)
         self._root = call.root
+        sources = [layout.whole(cut.shape) if rank == call.root else None for rank in range(team.size)]
+        dests = [box for (box,) in cut.boxes]
         if agreed.outs:
-            expected = [box.shape[call.dim_arg] for (box,) in cut.boxes]
-            collective.check_out(self.name, agreed.outs, expected, agreed.grad)
+            collective.check_out(self.name, agreed.outs, [box.shape[call.dim_arg] for box in dests], agreed.grad)
         on_gpu = agreed.kinds[team.rank] == MemoryKind.GPU
         own = team.settings.device if on_gpu else torch.device("cpu")
         self._device = own if call.x is None else call.x.device
-        self.bind(team, call.x, call.out, agreed, prefix_of(2 + len(cut.shape) + team.size), keep=agreed.inline)
-
-    def parts(self, team: Team) -> Parts:
-        cut, whole = self._blocks, layout.whole(self._blocks.shape)
-        sources = [whole if rank == self._root else None for rank in range(team.size)]
-        dests = [box for (box,) in cut.boxes]
-        return Parts(cut.shape, cut.dtype, sources, dests, [(self._root, dests[team.rank])])
+        parts = Parts(cut.shape, cut.dtype, sources, dests, [(call.root, dests[team.rank])])
+        self.bind(team, call, agreed, parts, prefix_of(2 + len(cut.shape) + team.size), keep=agreed.inline)
 
     def method(self, team: Team) -> Method:
         return self.chosen(team).method(team, "scatterv", self._blocks.nbytes, max(self._blocks.counts))
@@ -171,8 +170,7 @@ class Scatter(Plannable):
     def in_window(self, team: Team) -> Tensor | None:
         from hpcdist.comm import window  # which imports MPI
 
-        cut = self._blocks
-        return window.split(team, self.sent, [box for (box,) in cut.boxes], cut.dtype, self._root)
+        return window.split(team, self.sent, [box for (box,) in self._blocks.boxes], self._blocks.dtype, self._root)
 
     def forward(self, team: Team) -> Any:
         return super().forward(team) if self._structure is None else self._structure.forward(team)
@@ -199,9 +197,6 @@ class Scatter(Plannable):
         if total is not None and buffer is not None:
             cut.unpack(buffer, total)
         return total
-
-    def finish(self, result: Any) -> Any:
-        return result if self._structure is None else self._structure.finish(result, self.allow_pickle)
 
 
 def _encoded(call: Call, size: int) -> bytes:

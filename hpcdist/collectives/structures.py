@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -25,28 +26,25 @@ from hpcdist.tensors.message import Contents, Header, check_memory, encode, join
 from hpcdist.tensors.storage import as_bytes, copyable, of_bytes, row_major
 from hpcdist.tensors.tree import Tree, check_same, classes_in, decode, find_class, merge, rebuild
 from hpcdist.validation import local
-from hpcdist.validation.call import Call, except_dim, show_shape
+from hpcdist.validation.call import Call, show_shape
 from hpcdist.validation.collective import Agreed
 
 Buffers = dict[int, Tensor]  # the tensors of one rank, by their numbers
 
 
+@dataclass(eq=False)
 class Joining(Operation):
-    """A call of gather or concat, whose arguments are not validated; concat has no root."""
+    """A call of gather (`rooted`) or concat, whose arguments are not validated."""
 
-    def __init__(
-        self,
-        name: str,
-        x: Any,
-        dim: Any,
-        route: Any,
-        out: Any,
-        allow_pickle: Any,
-        root: Any = None,
-        shared: Any = False,
-    ) -> None:
-        self.name, self.x, self.dim, self.root, self.route, self.out = name, x, dim, root, route, out
-        self.rooted, self.allow_pickle, self.shared = name == "gather", allow_pickle, bool(shared)
+    name: str
+    x: Any
+    dim: Any
+    route: Any
+    out: Any
+    allow_pickle: Any
+    root: Any = -1
+    rooted: bool = False
+    shared: bool = False
 
 
 class JoinStructures(Joining):
@@ -78,7 +76,8 @@ class JoinStructures(Joining):
             text = coded("HD204", f"dim is {self._dim}, expected {dims}")
             raise RankError(self.name, dict.fromkeys(range(len(metas)), text))
         dim = self._dim % ndim
-        check_same(self.name, path, "has shape", [show_shape(except_dim(shape, dim)) for shape in shapes])
+        others = [show_shape((*shape[:dim], -1, *shape[dim + 1 :])) for shape in shapes]
+        check_same(self.name, path, "has shape", others)
         self._joined[tuple(numbers)] = blocks(shapes[0], dim, tuple(shape[dim] for shape in shapes), metas[0].dtype)
 
     def forward(self, team: Team) -> list[Buffers] | None:
@@ -212,10 +211,11 @@ class Distribution:
     Args:
         call: the call; on the root, it has the structures of all ranks.
         kinds: kind of memory of each rank for tensors from a GPU.
+        allow_pickle: whether this rank loads pickles.
     """
 
-    def __init__(self, team: Team, call: Call, kinds: tuple[int, ...]) -> None:
-        self._call = call
+    def __init__(self, team: Team, call: Call, kinds: tuple[int, ...], allow_pickle: bool) -> None:
+        self._call, self._allow_pickle = call, allow_pickle
         self._contents = [Contents.of(tree.tensors) for tree in call.trees]
         self._messages: list[Tensor] = []  # for each rank, the header and the small tensors
 
@@ -253,7 +253,7 @@ class Distribution:
                 _move(team, route, sends, recvs, longest)
         return header, buffers
 
-    def finish(self, received: tuple[Header, Buffers], allow_pickle: bool) -> Any:
+    def finish(self, received: tuple[Header, Buffers]) -> Any:
         """Rebuild this rank's structure."""
         header, buffers = received
-        return rebuild(header.spec, lambda kind, i: decode(kind, buffers[i], allow_pickle))
+        return rebuild(header.spec, lambda kind, i: decode(kind, buffers[i], self._allow_pickle))

@@ -124,13 +124,19 @@ def runs(box: Box, shape: Sequence[int]) -> tuple[int, int]:
     return prod(box.shape[dim:]), prod(box.shape[:dim])
 
 
-def run_start(box: Box, shape: Sequence[int]) -> int | None:
-    """Return the element at which a box begins in a contiguous tensor of `shape`; None if it is more than one run."""
-    start = 0
-    if box.shape != tuple(shape) and runs(box, shape)[1] > 1:
-        return None
-    for at, extent in zip(box.offset, shape, strict=True):
-        start = start * extent + at
+def run_start(box: Box, part: Box) -> int | None:
+    """Return the element at which a box begins in a contiguous part of the tensor; None if it is more than one run.
+
+    Example::
+
+        >>> run_start(Box((2, 0), (1, 5)), Box((1, 0), (3, 5)))
+        5
+    """
+    start, begun = 0, False  # once a run extends along a dim, it has all of the later ones
+    for (at, n), (origin, extent) in zip(zip(*box, strict=True), zip(*part, strict=True), strict=True):
+        if begun and n != extent:
+            return None
+        start, begun = start * extent + at - origin, begun or n > 1
     return start
 
 

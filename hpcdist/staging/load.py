@@ -223,7 +223,7 @@ def _check(
         raise ArgumentError("HD419", "box is given together with dim or counts, which it replaces")
     mine = None if box is None else Box(tuple(index(o) for o in box[0]), tuple(index(n) for n in box[1]))
     if out is not None:
-        local.tensor(out, 0, "out")
+        local.ready(out, "out")
     target = torch.device("cpu" if device is None else device)
     same = {
         "path": os.fsdecode(path), "name": name,

@@ -173,7 +173,7 @@ class ReadFile:
         if out is None:
             target = pool.empty(box.shape, stored.dtype, "cpu" if device is None else device, fixed=True)
         else:
-            local.tensor(out, 0, "out")
+            local.ready(out, "out")
             check_out(out, box.shape, stored.dtype, name)
             target = written(out, out.detach())
         try:

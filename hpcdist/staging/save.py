@@ -40,6 +40,7 @@ from hpcdist.staging.writer import WINDOW, FileWriter, SaveOptions
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import Scratch, copyable
 from hpcdist.validation import local
+from hpcdist.validation.call import Call
 from hpcdist.validation.local import ArgumentError
 
 if TYPE_CHECKING:
@@ -252,9 +253,10 @@ def _check(
     """Check the arguments of save() on this rank."""
     shards, flat, given = {}, {}, flatten(tensors)
     for name, along in _dims(dim, given).items():
-        shard, at = local.tensor(given[name], along or 0, name)
+        call = Call("save")
+        shard = local.describe(call, given[name], along or 0, name)
         flat[name] = shard.view(given[name].shape) if along is None else shard
-        shards[name] = (shard.dtype, None if along is None else at, tuple(flat[name].shape))
+        shards[name] = (shard.dtype, None if along is None else call.dim, tuple(flat[name].shape))
     check_attrs(attrs, given)
     attrs = attrs or {}
     same: dict[str, Any] = {

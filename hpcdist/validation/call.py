@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -64,12 +63,6 @@ class Call:
     header: bytes = b""
     trees: Sequence[Tree] = ()
     problem: str | None = None
-
-
-@lru_cache(maxsize=1024)
-def except_dim(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    """Return a shape with -1 at `dim`."""
-    return (*shape[:dim], -1, *shape[dim + 1 :])
 
 
 def show_shape(shape: Sequence[int]) -> str:

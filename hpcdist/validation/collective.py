@@ -85,8 +85,9 @@ def exchange(team: Team, call: Call, exchanged: bool = False) -> Agreed:
     headers = buffers.headers(buffers.all)
     if headers != buffers.last:  # programs repeat their calls: no need to compare the headers again
         buffers.last, buffers.agreed = headers, _compare(headers, call.root)
-    activity.touch()
     agreed: Agreed | None = buffers.agreed
+    if not (agreed and agreed.inline):  # else the data have arrived, too
+        activity.touch()
     if agreed is None:
         raise RankError(*_explain(team, call))
     return agreed

@@ -24,7 +24,6 @@ from hpcdist.validation.call import (
     LOSES_GRADIENT,
     SELF_OVERLAP,
     Call,
-    except_dim,
     not_a_tensor,
     show,
     show_repr,
@@ -57,7 +56,8 @@ def call_of(verb: str, check: Callable[..., None], *arguments: Any) -> Call:
     """Make the call that `check` describes, its last argument. An error is recorded in the call, not raised."""
     call = Call(verb)
     try:
-        refuse_tracing()
+        if (reason := recorded()) is not None:
+            raise ArgumentError("HD219", reason)
         check(*arguments, call)
     except Exception as error:  # including errors of an argument's own methods, which all ranks must raise
         call.problem = problem_of(error)
@@ -69,7 +69,7 @@ def check_shard(op: Any, team: Team, call: Call) -> None:
     call.options = (("x", "a tensor"), ("shared", op.shared))
     if op.shared:
         _check_shared(op)
-    call.x = _describe(call, op.x, op.dim, "x")
+    call.x = describe(call, op.x, op.dim, "x")
     call.dim_arg = call.dim
     call.grad = op.x.requires_grad and _needs_grad(op.x, op.out)
     if op.rooted:
@@ -79,13 +79,16 @@ def check_shard(op: Any, team: Team, call: Call) -> None:
         if call.root not in (-1, team.rank):
             raise ArgumentError("HD211", f"out is given, but only the root (rank {op.root}) receives a result")
         _check_out(call, op.out)
-    if may_be_inline(call) and call.x.nbytes <= team.inline:
-        call.inline = (storage.row_major(call.x),)
+    put_inline(call, team)
 
 
-def may_be_inline(call: Call) -> bool:
-    """Return whether small data may travel behind the header: they are in host memory, and their route is MPI."""
-    return call.kind == MemoryKind.CPU and call.route in ("auto", "mpi")
+def put_inline(call: Call, team: Team, *head: bytes) -> None:
+    """Put `head`, and data that are small, in host memory, and sent by MPI, behind the header of the call."""
+    x = call.x
+    assert x is not None
+    call.inline = head or None
+    if call.kind == MemoryKind.CPU and call.route in ("auto", "mpi") and sum(map(len, head)) + x.nbytes <= team.inline:
+        call.inline = (*head, x if x.is_contiguous() else storage.row_major(x))
 
 
 def check_structure(op: Any, team: Team, call: Call) -> None:
@@ -131,14 +134,14 @@ def check_split(op: Any, rank: int, size: int, on_gpu: bool, call: Call) -> None
                 "here, or root=None everywhere if all ranks hold the whole",
             )
         if op.out is not None:
-            call.out = _describe(call, op.out, op.dim, "out")
+            call.out = describe(call, op.out, op.dim, "out")
             call.out_extent, call.extent = call.extent, -1
         return
     is_structure = op.x is not None and not isinstance(op.x, Tensor)
     if not is_structure:
         if op.x is not None and op.x.dim() == 0:
             raise ArgumentError("HD204", "x has no dimension to split along: it is 0-d")
-        call.x = _describe(call, op.x, op.dim, "x")
+        call.x = describe(call, op.x, op.dim, "x")
         call.grad = op.x.requires_grad and _needs_grad(op.x, op.out)
         layout.counts_of(call.counts, call.extent, size)
         if op.out is not None:
@@ -194,30 +197,25 @@ def _needs_grad(x: Tensor, out: Any) -> bool:
     return True
 
 
-def _describe(call: Call, value: Any, dim: Any, name: str) -> Tensor:
-    """Describe a tensor in the call, and return it as tensor() does."""
-    x, call.dim = tensor(value, dim, name)
-    call.extent = x.shape[call.dim]
-    call.tensor = (x.dtype, value.dim() if name == "x" else x.dim(), except_dim(x.shape, call.dim))
+def describe(call: Call, value: Any, dim: Any, name: str) -> Tensor:
+    """Describe a tensor in the call; return it as ready() does, but at least 1-d. An ArgumentError if it cannot be."""
+    usual = name != "out" and storage.is_plain(value) and value.dtype in storage.DTYPES  # as nearly all are
+    x: Tensor = value if usual else ready(value, name)
+    at, rows = dim if type(dim) is int else _int(dim, "dim"), x if x.dim() else x.view(1)
+    ndim, shape = rows.dim(), rows.shape
+    if not -ndim <= at < ndim:
+        raise ArgumentError("HD204", f"dim is {at}, expected {-ndim} to {ndim - 1} for a tensor of {x.dim()} dims")
+    call.dim = at = at % ndim
+    call.extent = shape[at]
+    call.tensor = (x.dtype, x.dim() if name == "x" else ndim, (*shape[:at], -1, *shape[at + 1 :]))
     call.kind = MemoryKind.CPU if x.is_cpu else MemoryKind.GPU
-    return x
-
-
-def tensor(x: Any, dim: Any, name: str) -> tuple[Tensor, int]:
-    """Return `x` as ready() does, but at least 1-d, and the non-negative dim; an ArgumentError if it cannot be."""
-    found = ready(x, name)
-    where, ndim = _int(dim, "dim"), x.dim() or 1
-    if not -ndim <= where < ndim:
-        raise ArgumentError("HD204", f"dim is {where}, expected {-ndim} to {ndim - 1} for a tensor of {x.dim()} dims")
-    return (found if found.dim() else found.view(1)), where % ndim
+    return rows
 
 
 def ready(x: Any, name: str) -> Tensor:
     """Return `x` ready to be sent, or to be written if its name is "out"; raise an ArgumentError if it cannot be."""
     if not isinstance(x, Tensor):
         raise ArgumentError("HD201", not_a_tensor(x, name))
-    if name != "out" and storage.is_plain(x) and x.dtype in storage.DTYPES:  # as nearly all are
-        return x
     problem = storage.problem(x)
     if problem is not None:
         raise ArgumentError("HD202", f"{name} {problem}")
@@ -227,15 +225,13 @@ def ready(x: Any, name: str) -> Tensor:
 def _check_out(call: Call, out: Any) -> None:
     """Check `out` against the tensor of this rank's call; its extent is checked once all extents are known."""
     assert call.tensor is not None and call.x is not None
-    wanted = call.tensor[2]
-    if isinstance(out, Tensor) and (out.dim() or 1) != len(wanted):
+    wanted, given = call.tensor[2], Call("")
+    if not isinstance(out, Tensor) or (out.dim() or 1) == len(wanted):
+        call.out = describe(given, out, call.dim, "out")
+    if call.out is None or given.tensor is None or given.tensor[2] != wanted:
         raise ArgumentError("HD208", f"out has shape {tuple(out.shape)}, expected {show_shape(wanted)}")
-    call.out, dim = tensor(out, call.dim, "out")
-    shape = call.out.shape
-    if except_dim(shape, dim) != wanted:
-        raise ArgumentError("HD208", f"out has shape {tuple(shape)}, expected {show_shape(wanted)}")
     _check_like(call.out, call.x)
-    call.out_extent = shape[dim]
+    call.out_extent = given.extent
 
 
 def _check_like(out: Tensor, x: Tensor) -> None:
