@@ -20,8 +20,7 @@ from hpcdist.tensors import pool
 from hpcdist.tensors.blocks import blocks
 from hpcdist.tensors.storage import row_major, sum_dtype
 from hpcdist.validation import collective, local
-from hpcdist.validation.call import Call
-from hpcdist.validation.collective import Agreed
+from hpcdist.validation.collective import Agreed, Call
 
 if TYPE_CHECKING:
     from hpcdist.comm.settings import GroupLike, S, SharedKeywords, StructureKeywords

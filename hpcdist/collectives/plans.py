@@ -25,8 +25,8 @@ from hpcdist.runtime.plan import Plan, planners
 from hpcdist.tensors import pool
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.validation import collective, local
-from hpcdist.validation.call import Call, not_a_tensor
-from hpcdist.validation.collective import Agreed
+from hpcdist.validation.collective import Agreed, Call
+from hpcdist.validation.local import not_a_tensor
 
 if TYPE_CHECKING:
     from hpcdist.comm.settings import GroupLike

@@ -27,8 +27,7 @@ from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.blocks import Blocks
 from hpcdist.tensors.storage import copyable, overlap, sum_dtype
 from hpcdist.validation import collective, local as checks
-from hpcdist.validation.call import Call
-from hpcdist.validation.collective import Agreed
+from hpcdist.validation.collective import Agreed, Call
 
 if TYPE_CHECKING:
     from hpcdist.comm.settings import GroupLike, Keywords

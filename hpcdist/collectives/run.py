@@ -10,21 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 
 from hpcdist import activity
 from hpcdist.activity import callsite
-from hpcdist.collectives import autograd
 from hpcdist.collectives.kept import Kept, Parts
 from hpcdist.comm.route import Method, Route
 from hpcdist.comm.team import Team
+from hpcdist.errors import HpcdistError, coded
 from hpcdist.process import abort
 from hpcdist.routes import select
 from hpcdist.runtime import background
-from hpcdist.tensors.eager import recorded
+from hpcdist.tensors.eager import not_compiled, recorded
 from hpcdist.tensors.storage import copyable, is_plain, written
 from hpcdist.validation import collective
-from hpcdist.validation.call import Call
-from hpcdist.validation.collective import Agreed
+from hpcdist.validation.collective import Agreed, Call
 from hpcdist.validation.local import call_of
 
 
@@ -66,7 +66,7 @@ class Operation(ABC):
         try:
             self.plan(team, call, agreed)
             if self.grad:
-                self.which = autograd.count(team)
+                self.which = _count(team)
             result = self.forward(team)
         except BaseException as error:  # as in run()
             abort.InTransfer.check(self.name, team.size, error)
@@ -185,6 +185,10 @@ class Plannable(Operation):
         return None
 
 
+_NO_DOUBLE = "transfers between ranks cannot be differentiated twice (create_graph=True)"
+_NO_BATCH = coded(
+    "HD219", "batches of gradients (is_grads_batched, vectorize, vmap) cannot be sent: pass one at a time"
+)
 _MOST = 256  # calls that a team keeps
 _HEADERS = 2**16  # headers that it keeps with them: fewer calls in a large team
 
@@ -206,7 +210,7 @@ def run(op: Operation, team: Team, async_op: bool = False) -> Any:
             try:
                 result = op.execute(team)
                 if op.grad:
-                    result = autograd.attach(op, team, result)
+                    result = _attach(op, team, result)
             except BaseException as error:  # a context would cost small calls time
                 abort.InStep.check(op.name, team.size, error)
                 raise
@@ -223,4 +227,63 @@ def _execute_later(op: Operation, team: Team) -> tuple[Any, Operation | None]:
 def _attached(team: Team, executed: tuple[Any, Operation | None]) -> Any:
     """Attach the result to the graph, in the thread that waits for it, so that all ranks do so in the same order."""
     result, op = executed
-    return result if op is None else autograd.attach(op, team, result)
+    return result if op is None else _attach(op, team, result)
+
+
+def _count(team: Team) -> str:
+    """Count a result of the team that has a gradient on any rank; return its number as text."""
+    team.results += 1
+    return f"number {team.results}" + ("" if team is team.foreground else " of those in the background")
+
+
+def _attach(op: Operation, team: Team, result: Tensor) -> Tensor:
+    """Attach the result to the graph, so that its gradient flows back to ``op.x`` on every rank.
+
+    The backward pass is collective: every rank of the team must call backward on its result. torch traverses a graph
+    in the reverse order of the creation of its nodes, which it numbers per thread.
+
+    Args:
+        op: see :class:`Operation`.
+        team: the foreground team of the ranks that took part; backward passes never run in the background.
+    """
+    needs_grad = isinstance(op.x, Tensor) and op.x.requires_grad
+    graph_input = op.x if needs_grad else torch.empty(0, requires_grad=True, device="cpu")
+    with torch.enable_grad():
+        # In a list: torch would take the result itself for an input.
+        attached: Tensor = _Attach.apply(graph_input, [result], op, team, needs_grad)  # type: ignore[no-untyped-call]
+    return attached
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+    # torch's once_differentiable would silently give zeros to autograd.grad(inputs=...).
+    create_graph = torch.is_grad_enabled() and grad.requires_grad
+    op, team, needs_grad = ctx.call
+    with torch.no_grad():
+        found = _transposed(op, team, grad, create_graph)
+    return (None if found is None or not needs_grad else found.view(op.x.shape)), None, None, None, None
+
+
+not_compiled([_backward])  # torch also calls it inside a compiled function that calls backward()
+
+
+def _transposed(op: Operation, team: Team, grad: Tensor, create_graph: bool) -> Tensor | None:
+    what = f"the backward pass of {op.name}"
+    if team.freed:
+        raise HpcdistError("HD112", f"{what}: the world of this result has ended, or its group was freed")
+    batched = _functorch.is_batchedtensor(grad) or _functorch.is_legacy_batchedtensor(grad)
+    problem = _NO_BATCH if batched else _NO_DOUBLE if create_graph else None
+    options = (("the result", op.which),)  # compared, since ranks might pass through different results
+    with activity.InCall(what, team, tensors=op.x, route=op.unrouted), abort.InStep(what, team.size):
+        collective.exchange(team, Call(what, options=options, problem=problem))
+        with abort.InTransfer(op.name, team.size):
+            found: Tensor | None = op.backward(team, grad.resolve_conj().resolve_neg().contiguous())
+    return found
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, graph_input: Tensor, result: list[Tensor], *call: Any) -> Tensor:
+        ctx.call = call
+        return result[0]
+
+    backward = staticmethod(_backward)

@@ -26,8 +26,7 @@ from hpcdist.tensors.blocks import Blocks, blocks
 from hpcdist.tensors.storage import DTYPES, copyable, row_major
 from hpcdist.tensors.tree import decode, rebuild
 from hpcdist.validation import collective, local
-from hpcdist.validation.call import Call
-from hpcdist.validation.collective import Agreed
+from hpcdist.validation.collective import Agreed, Call
 
 if TYPE_CHECKING:
     from hpcdist.comm.settings import GroupLike, S, SharedKeywords

@@ -26,8 +26,7 @@ from hpcdist.tensors.message import Contents, Header, check_memory, encode, join
 from hpcdist.tensors.storage import as_bytes, copyable, of_bytes, row_major
 from hpcdist.tensors.tree import Tree, check_same, classes_in, decode, find_class, merge, rebuild
 from hpcdist.validation import local
-from hpcdist.validation.call import Call, show_shape
-from hpcdist.validation.collective import Agreed
+from hpcdist.validation.collective import Agreed, Call, show_shape
 
 Buffers = dict[int, Tensor]  # the tensors of one rank, by their numbers
 

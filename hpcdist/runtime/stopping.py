@@ -21,8 +21,8 @@ from hpcdist.control import objects
 from hpcdist.errors import refusal
 from hpcdist.process import abort
 from hpcdist.validation import collective
-from hpcdist.validation.call import Call, show, show_repr
-from hpcdist.validation.local import ArgumentError, call_of
+from hpcdist.validation.collective import Call
+from hpcdist.validation.local import ArgumentError, call_of, show, show_repr
 from hpcdist.watch.watcher import Watch
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from hpcdist.runtime import background, registration, stopping, torchrun
 from hpcdist.runtime.stopping import Stop
 from hpcdist.tensors import accelerator, pool
 from hpcdist.validation import collective
-from hpcdist.validation.call import Call
+from hpcdist.validation.collective import Call
 from hpcdist.watch.deadlines import deadline, first_meeting, patience
 from hpcdist.watch.status_query import StatusQuery
 from hpcdist.watch.watcher import Watch, save_trace

@@ -22,7 +22,7 @@ from hpcdist.process import abort
 from hpcdist.staging.pieces import check_pieces, check_shape, piece_limit
 from hpcdist.tensors.storage import DTYPES
 from hpcdist.validation import collective, local
-from hpcdist.validation.call import Call
+from hpcdist.validation.collective import Call
 from hpcdist.validation.local import ArgumentError
 
 T = TypeVar("T")

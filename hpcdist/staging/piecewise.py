@@ -42,7 +42,7 @@ from hpcdist.tensors import pool
 from hpcdist.tensors.eager import recorded
 from hpcdist.tensors.storage import row_major, written
 from hpcdist.validation import local
-from hpcdist.validation.call import not_a_tensor
+from hpcdist.validation.local import not_a_tensor
 
 if TYPE_CHECKING:
     from hpcdist.comm.settings import GroupLike

@@ -40,7 +40,7 @@ from hpcdist.staging.writer import WINDOW, FileWriter, SaveOptions
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import Scratch, copyable
 from hpcdist.validation import local
-from hpcdist.validation.call import Call
+from hpcdist.validation.collective import Call
 from hpcdist.validation.local import ArgumentError
 
 if TYPE_CHECKING:

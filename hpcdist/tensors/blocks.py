@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from math import prod
 
 import torch
 from torch import Tensor
@@ -29,21 +30,19 @@ class Blocks:
 
     def __init__(self, shape: Sequence[int], boxes: Sequence[Sequence[Box]], dtype: torch.dtype) -> None:
         self.shape, self.boxes, self.dtype = tuple(shape), boxes, dtype
-        self.counts = [dtype.itemsize * sum(box.size() for box in of_one) for of_one in boxes]
+        self.counts = [dtype.itemsize * sum(prod(box.shape) for box in of_one) for of_one in boxes]
         self.displs = layout.displs(self.counts)
         self.nbytes = sum(self.counts)
 
     @cached_property
     def in_place(self) -> list[int] | None:
         """Offset in bytes of each message in a contiguous tensor if each is one run of its memory, else None."""
-        found = []
+        found, whole = [], layout.whole(self.shape)
         for boxes, count in zip(self.boxes, self.counts, strict=True):
-            if not count:
-                found.append(0)
-                continue
-            if len(boxes) > 1 or layout.runs(boxes[0], self.shape)[1] > 1:
+            start = layout.run_start(boxes[0], whole) if count else 0
+            if start is None or (count and len(boxes) > 1):
                 return None
-            found.append(int(layout.run_starts(boxes[0], self.shape)[0]) * self.dtype.itemsize)
+            found.append(start * self.dtype.itemsize)
         return found
 
     def displs_in(self, messages: Tensor, x: Tensor) -> list[int]:

@@ -93,10 +93,10 @@ class Contents:
             start = end
         return found
 
-    def recv_buffer(self, i: int, device: torch.device, fixed: bool = False) -> Tensor:
-        """Allocate memory for a tensor; see pool.empty() for `fixed`."""
+    def recv_buffer(self, i: int, device: torch.device) -> Tensor:
+        """Allocate memory for a tensor."""
         meta = self.metas[i]
-        return pool.empty(meta.shape, meta.dtype, device if meta.on_gpu else "cpu", fixed)
+        return pool.empty(meta.shape, meta.dtype, device if meta.on_gpu else "cpu")
 
 
 @lru_cache(maxsize=8)  # programs send structures like the last one
@@ -107,18 +107,18 @@ def _contents(
     return Contents(list(map(Meta._make, zip(dtypes, on_gpu, shapes, strict=True))))
 
 
-def encode(spec: Any, contents: Contents, **more: object) -> bytes:
-    """Encode the header of a structure, with `more` facts for its receiver."""
+def encode(spec: Any, contents: Contents) -> bytes:
+    """Encode the header of a structure."""
     metas = contents.metas
     tensors = [DTYPES[meta[0]] for meta in metas], [meta[1] for meta in metas], [meta[2] for meta in metas]
-    return json.dumps({"spec": spec, "tensors": tensors, "more": more}, separators=(",", ":")).encode()
+    return json.dumps({"spec": spec, "tensors": tensors}, separators=(",", ":")).encode()
 
 
 class Header(Contents):
     """The header of a message.
 
     Attributes:
-        spec, more: description of the structure, and the sender's other facts.
+        spec: description of the structure.
 
     Raises:
         HpcdistError: if it is damaged.
@@ -128,7 +128,6 @@ class Header(Contents):
         try:
             content = json.loads(text)
             self.spec: Any = content["spec"]
-            self.more: dict[str, Any] = content["more"]
             metas = _metas(*content["tensors"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise HpcdistError(

@@ -1,4 +1,4 @@
-"""Compare a call on all ranks: one exchange of small headers before any data move, and the same error everywhere."""
+"""A call as the ranks compare it: one exchange of small headers before any data move, and the same error everywhere."""
 
 from __future__ import annotations
 
@@ -6,22 +6,29 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
 
 from hpcdist import activity
 from hpcdist.comm.team import HEADER, Team
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, RankError, coded
 from hpcdist.tensors.accelerator import MemoryKind
-from hpcdist.validation.call import LOSES_GRADIENT, Call, show_shape
+from hpcdist.tensors.tree import Tree
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 T = TypeVar("T")
 
+LOSES_GRADIENT = coded(
+    "HD208", "out is given, but a gradient is needed, which would be lost: omit out, or use torch.no_grad()"
+)
 LEAVE = "finalize"  # the verb of a rank that makes no more calls
 # Digests of the call, the tensor and the counts (zero if absent); extents of x and out along dim; kind of memory;
 # 1 if a gradient is needed; 1 if this rank has a problem; bytes of data behind the header, or -1; the number of earlier
@@ -34,11 +41,56 @@ _EARLIER = "the number of earlier calls {} async_op, which must agree,"
 _EARLIER_CALLS = (_EARLIER.format("with"), _EARLIER.format("without"))
 
 
+@dataclass(slots=True)
+class Call:
+    """The call of one rank, as the ranks compare it.
+
+    Attributes:
+        x: tensor to send from this rank, detached and at least 1-d; None if it sends none.
+        out: memory for the result, if the caller passed it.
+        dim: non-negative dim.
+        dim_arg: dim to compare; a receiver without a tensor cannot resolve a negative one.
+        tensor: (dtype, number of dims, shape except dim) of `x`, or of `out` if there is no `x`.
+        extent: extent of `x` along dim, or -1.
+        out_extent: extent of `out` along dim, or -1.
+        kind: kind of memory that holds the data.
+        counts: partition of the root's tensor: a rule's name or counts, as the caller passed it.
+        root_decides: whether the others' tensors must match the root's, rather than the most common ones.
+        options: (name, value) pairs of other arguments that must agree.
+        grad: whether this rank's tensor needs a gradient.
+        inline: what travels behind this rank's header, if it fits: bytes, and contiguous host memory.
+        tree, header: flattened structure, and its encoded description, of which `extent` is the length.
+        trees: structures of all ranks, on the root of split.
+        problem: error in the arguments of this rank, if any.
+    """
+
+    verb: str
+    route: str = "auto"
+    dim: int = 0
+    dim_arg: int = 0
+    root: int = -1
+    x: Tensor | None = None
+    out: Tensor | None = None
+    tensor: tuple[torch.dtype, int, tuple[int, ...]] | None = None
+    extent: int = -1
+    out_extent: int = -1
+    kind: MemoryKind = MemoryKind.CPU
+    counts: str | tuple[int, ...] | None = None
+    root_decides: bool = False
+    options: tuple[tuple[str, object], ...] = ()
+    grad: bool = False
+    inline: Sequence[Tensor | bytes] | None = None
+    tree: Tree | None = None
+    header: bytes = b""
+    trees: Sequence[Tree] = ()
+    problem: str | None = None
+
+
 class Agreed(NamedTuple):
     """The headers of all ranks.
 
     Attributes:
-        extents, kinds: see :class:`hpcdist.validation.call.Call`; an entry for each rank.
+        extents, kinds: see :class:`Call`; an entry for each rank.
         outs: extent along dim of `out` on the ranks that passed one.
         inlines: for each rank, the size in bytes of the data that came behind its header, or -1.
         inline: whether all ranks sent theirs so: see :class:`hpcdist.comm.team.HeaderBuffers`.
@@ -189,6 +241,17 @@ def _explain(team: Team, call: Call) -> tuple[str, dict[int, str]]:
     if not found:
         raise HpcdistError("HD901", f"the ranks' headers differ, but not their calls: {options}")
     return verbs[0], {rank: "; ".join(texts) for rank, texts in found.items()}
+
+
+def show_shape(shape: Sequence[int]) -> str:
+    """Format a shape, with * for -1.
+
+    Example::
+
+        >>> show_shape((3, -1, 4))
+        '(3, *, 4)'
+    """
+    return "(" + ", ".join("*" if extent < 0 else str(extent) for extent in shape) + ("," * (len(shape) == 1)) + ")"
 
 
 def _verb_text(verb: str) -> str:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from operator import index
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,15 +21,7 @@ from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.eager import recorded
 from hpcdist.tensors.message import Contents, check_memory, encode, pack
 from hpcdist.tensors.tree import Tree, cut, flatten
-from hpcdist.validation.call import (
-    LOSES_GRADIENT,
-    SELF_OVERLAP,
-    Call,
-    not_a_tensor,
-    show,
-    show_repr,
-    show_shape,
-)
+from hpcdist.validation.collective import LOSES_GRADIENT, Call, show_shape
 
 
 class ArgumentError(ValueError):
@@ -252,7 +245,9 @@ def _writable(out: Tensor) -> Tensor:
     if out.is_inference() and not torch.is_inference_mode_enabled():
         raise ArgumentError("HD208", "out was created in torch.inference_mode() and can be written only there")
     if overlaps_itself(out):
-        raise ArgumentError(SELF_OVERLAP)
+        raise ArgumentError(
+            "HD208", "out overlaps itself: several of its elements share memory, as in an expanded tensor"
+        )
     return out.detach() if out.requires_grad else out
 
 
@@ -304,3 +299,24 @@ def _int(value: Any, name: str) -> int:
             return int(index(value))
     hint = " (a communicator is given as group=)" if type(value).__module__.startswith("mpi4py") else ""
     raise ArgumentError("HD201", f"{name} must be an int, got {show(value)}{hint}")
+
+
+def not_a_tensor(x: Any, name: str) -> str:
+    """The message for an argument that should be a tensor; of a numpy array, also how it becomes one."""
+    hint = " (torch.from_numpy converts an array)" if isinstance(x, np.ndarray) else ""
+    return f"{name} must be a torch.Tensor, got {show(x)}{hint}"
+
+
+def show(value: Any) -> str:
+    """A value as a message shows it: in one line, at most 100 characters."""
+    if isinstance(value, np.ndarray):
+        return f"ndarray of shape {value.shape} and dtype {value.dtype}"
+    return "a tensor" if isinstance(value, Tensor) else f"{type(value).__name__} {show_repr(value)}"[:100]
+
+
+def show_repr(value: Any) -> str:
+    """The repr of a value, also of one whose repr fails."""
+    try:
+        return repr(value)
+    except Exception:  # not the error to report
+        return "(its repr fails)"

@@ -12,7 +12,7 @@ from cases import copy_of, part, same_bits
 import hpcdist as hd
 from hpcdist.runtime import world as worlds
 from hpcdist.validation import collective
-from hpcdist.validation.call import Call
+from hpcdist.validation.collective import Call
 
 if TYPE_CHECKING:
     import pytest
