@@ -126,7 +126,7 @@ def _candidates(operation: str, place: Place) -> list[Rule]:
 
 
 def _forced(team: Team, operation: str, rule: Rule, case: Case) -> Any:
-    with tuning.forced(team, operation, rule.algorithm, rule.segment):
+    with tuning.forced(team.rules, operation, rule.algorithm, rule.segment):
         return ours(case, out=case.out)
 
 

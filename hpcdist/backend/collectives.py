@@ -37,7 +37,6 @@ from hpcdist.backend.reductions import Reduction
 from hpcdist.comm.messages import pieces
 from hpcdist.comm.mpi import MPI_ROUTE
 from hpcdist.comm.team import Team
-from hpcdist.comm.windows import by_node
 from hpcdist.layout import limits
 from hpcdist.tensors.storage import overlap
 
@@ -230,7 +229,7 @@ def _shared_memory(team: Team, nbytes: int) -> Tensor | None:
     Collective when it is first used, and for more bytes than before. Kept until the team ends.
     """
     if team.window is None or len(team.window.bytes) < nbytes:
-        team.window = team.windows.take(nbytes) if len(by_node(team.node_of)) == 1 else None
+        team.window = team.windows.take(nbytes) if len(set(team.node_of)) == 1 else None
     return None if team.window is None else team.window.bytes
 
 

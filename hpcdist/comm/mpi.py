@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from hpcdist.comm import window
 from hpcdist.comm.messages import memory, pieces, start
 from hpcdist.comm.route import Alltoall, Message, Method, Route, Vector, cut
 from hpcdist.comm.tuning import ALGORITHMS
+from hpcdist.control import objects
 from hpcdist.layout import limits
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import as_bytes
@@ -169,11 +169,8 @@ def _takes_gpu_memory(team: Team) -> bool:
         The same answer on all ranks. One rank of each node runs the trial in a child process.
     """
     if team.cuda_aware is None:
-        node = team.comm.Split_type(MPI.COMM_TYPE_SHARED)
-        works = array("b", [node.rank != 0 or _try(dict(team.settings.child_environ))])
-        node.Free()
-        team.comm.Allreduce(MPI.IN_PLACE, [works, MPI.SIGNED_CHAR], op=MPI.MIN)
-        team.cuda_aware = bool(works[0])
+        works = team.topology.local_rank != 0 or _try(dict(team.settings.child_environ))
+        team.cuda_aware = objects.everywhere(team.comm, works)
     return team.cuda_aware
 
 

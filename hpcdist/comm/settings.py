@@ -32,7 +32,6 @@ class Settings:
         own_gpus: whether every rank has a GPU to itself, and NCCL can be used.
         timeout: deadline of every call.
         nodes: number of nodes.
-        one_system: whether all ranks see each other's processes: one node, and no containers with pids of their own.
         node_of, memory: index of the node of each rank of the world, and its host_memory.capacity().
         tuned: rules of the file HPCDIST_TUNE, which rank 0 has read.
         staging: folder through which route "hdf5" moves data; rank 0's is used.
@@ -44,7 +43,6 @@ class Settings:
     own_gpus: bool
     timeout: timedelta
     nodes: int
-    one_system: bool
     node_of: tuple[int, ...] = field(repr=False)
     memory: tuple[tuple[int, int], ...] = field(repr=False)
     tuned: Tuned | None = field(repr=False)

@@ -214,27 +214,22 @@ class Team:
         self.torch_groups: dict[str, Any] = {}
         self.number: int = _agree_on_number(comm, group) if foreground is None else foreground.number + 1
         self.side_comm = comm.Dup() if foreground is None else comm
-        self._background: Team | None = None
         self.worker = Worker("hpcdist")
         self.stream: Any = None
         self.inline = inline_capacity(self.size)
         self.routes: dict[tuple[str, tuple[int, ...]], Any] = {}
         self.cuda_aware: bool | None = None
         self.unshared: str | None = None
-        self._topology: Topology | None = None
-        self._windows: Windows | None = None
         self.window: Window | None = None
         self.plans: OrderedDict[Any, Any] = OrderedDict()
         self.repeats: dict[Any, Any] = {}
         self.plans_made = self.results = 0
         activity.peers[self.number] = self.peers
 
-    @property
+    @cached_property
     def background(self) -> Team:
         """The team of these ranks whose worker runs the verbs with async_op. Nothing is communicated."""
-        if self._background is None:
-            self._background = Team(self.side_comm, self.group, self.settings, foreground=self)
-        return self._background
+        return Team(self.side_comm, self.group, self.settings, foreground=self)
 
     @cached_property
     def headers(self) -> HeaderBuffers:
@@ -251,27 +246,22 @@ class Team:
         """The rules by which algorithms are chosen. The same on all ranks."""
         return Rules(Place.of(self.node_of), self.size, self.settings.tuned)
 
-    @property
+    @cached_property
     def topology(self) -> Topology:
         """The ranks of the team by node. Collective over the team when it is first used."""
-        if self._topology is None:
-            self._topology = Topology(self.comm, self.node_of)
-        return self._topology
+        return Topology(self.comm, self.node_of)
 
-    @property
+    @cached_property
     def windows(self) -> Windows:
         """The memory that the ranks of this node share. Collective over the team when it is first used."""
-        if self._windows is None:
-            self._windows = Windows(self.comm, self.topology)
-        return self._windows
+        return Windows(self.comm, self.topology)
 
     def leave_node(self) -> None:
         """Free the memory that the ranks of this node share, unless results still hold it. Nothing is communicated."""
-        if self._windows is not None:
-            self._windows.free()
-        if self._topology is not None:
-            self._topology.free()
-        self._windows = self._topology = self.window = None
+        for name in ("windows", "topology"):
+            if name in self.__dict__:
+                self.__dict__.pop(name).free()
+        self.window = None
 
     @property
     def freed(self) -> bool:
@@ -287,9 +277,9 @@ class Team:
         """
         if self.freed:
             return {}
-        if self._background is not None:
-            self._background.worker.stop()
-            self._background.leave_node()
+        if "background" in self.__dict__:
+            self.background.worker.stop()
+            self.background.leave_node()
         self.worker.stop()
         self.leave_node()
         gloo = self.torch_groups.pop("gloo", None)

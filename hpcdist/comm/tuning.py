@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -158,15 +158,10 @@ class Rules:
         return largest * self._size / total if total else 1.0
 
 
-class _Team(Protocol):
-    @property
-    def rules(self) -> Rules: ...
-
-
 @contextmanager
-def forced(team: _Team, operation: str, algorithm: str, segment: int = 0) -> Iterator[None]:
+def forced(rules: Rules, operation: str, algorithm: str, segment: int = 0) -> Iterator[None]:
     """A context in which a team takes this algorithm: to measure it. Must agree on all ranks of the team."""
-    table = team.rules._table
+    table = rules._table
     kept, table[operation] = table[operation], [Rule(0, 0, algorithm, segment)]
     try:
         yield
@@ -268,12 +263,8 @@ def merged(before: Any, place: Place, rules: Table, samples: Iterable[Sample]) -
     if isinstance(before, dict) and all(before.get(name) == found[name] for name in ("format", "fingerprint")):
         found = before
     here = place._asdict()
-
-    def replaced(name: Any, of: Any, rows: Iterable[Mapping[str, Any]]) -> None:
-        others = [row for row in of.get(name, ()) if any(row[key] != value for key, value in here.items())]
-        of[name] = [*others, *({**here, **row} for row in rows)]
-
-    for operation, rows in rules.items():
-        replaced(operation, found["rules"], [rule._asdict() for rule in rows])
-    replaced("samples", found, [sample._asdict() for sample in samples])
+    replaced: list[tuple[Any, str, Any]] = [(found, "samples", samples), *((found["rules"], *x) for x in rules.items())]
+    for of, key, rows in replaced:
+        others = [row for row in of.get(key, ()) if any(row[name] != value for name, value in here.items())]
+        of[key] = [*others, *({**here, **row._asdict()} for row in rows)]
     return found

@@ -19,7 +19,7 @@ from torch import Tensor
 from hpcdist import activity, layout
 from hpcdist.comm import messages
 from hpcdist.comm.route import Ints, Message, Method
-from hpcdist.comm.windows import Topology, Window, by_node
+from hpcdist.comm.windows import Topology, Window
 from hpcdist.layout import Box, limits
 from hpcdist.tensors.storage import as_bytes, copyable, row_major
 
@@ -34,7 +34,7 @@ _ALIGNMENT = 64  # bytes
 
 def helps(team: Team) -> bool:
     """Whether a team has several nodes, and several ranks on one of them. The same on all ranks."""
-    return 1 < len(by_node([team.settings.node_of[peer] for peer in team.peers])) < team.size
+    return 1 < len(set(team.node_of)) < team.size
 
 
 def concat(team: Team, shard: Tensor, boxes: Sequence[Box], shape: tuple[int, ...], dim: int) -> Tensor | None:
@@ -89,11 +89,9 @@ def split(team: Team, whole: Tensor | None, boxes: Sequence[Box], dtype: torch.d
 
     sends, recvs = [], []
     if whole is not None:
-        others = [rank for rank in range(team.size) if rank not in offsets]
-        sends = [(rank, view) for rank in others for view in _pieces(whole[boxes[rank].slices()])]
+        sends = [(rank, whole[boxes[rank].slices()]) for rank in range(team.size) if rank not in offsets]
     elif root not in offsets:
-        mine = window.target(boxes[team.rank].shape, dtype, offsets[team.rank])
-        recvs = [(root, view) for view in _pieces(mine)]
+        recvs = [(root, window.target(boxes[team.rank].shape, dtype, offsets[team.rank]))]
     _exchange(team, sends, recvs, copy_local_parts)
     team.topology.comm.Barrier()
     return window.tensor(boxes[team.rank].shape, dtype, offsets[team.rank])
@@ -165,7 +163,7 @@ def _parts(matrix: _Matrix, ranks: Sequence[int], owners: int) -> Iterator[tuple
     turn = 0
     for start, width in _runs(matrix, ranks):
         size = matrix.rows * width
-        count = max(1, min(owners, size // _MESSAGE), -(-size // limits.PIECE))
+        count = max(1, min(owners, size // _MESSAGE))
         by_rows = matrix.rows >= count
         extent = matrix.rows if by_rows else width
         for i in range(count):
@@ -203,12 +201,6 @@ def _exchange(
     for _, view, buffer in whole:
         if buffer is not view:
             copyable(view).copy_(copyable(buffer))
-
-
-def _pieces(part: Tensor) -> list[Tensor]:
-    """Cut a tensor into views that one message can carry."""
-    box = Box((0,) * part.dim(), tuple(part.shape))
-    return [part[piece.slices()] for piece in layout.boxes(box, limits.PIECE // part.itemsize)]
 
 
 class _Rounds:

@@ -33,23 +33,6 @@ _FREE, _HELD, _FORKED, _LEFT = range(4)  # a rank's use of a window; the last tw
 _ALL_HELD = f"{SLOTS} windows are held already"
 
 
-def by_node(node_of: Sequence[int]) -> list[list[int]]:
-    """Return the ranks on each node, the nodes in the order of their lowest rank.
-
-    Args:
-        node_of: for each rank, the number of its node.
-
-    Example::
-
-        >>> by_node([3, 1, 3])
-        [[0, 2], [1]]
-    """
-    found: dict[int, list[int]] = {}
-    for rank, node in enumerate(node_of):
-        found.setdefault(node, []).append(rank)
-    return list(found.values())
-
-
 class Topology:
     """Which ranks of a communicator share a node. Collective over `comm`.
 
@@ -65,7 +48,10 @@ class Topology:
     """
 
     def __init__(self, comm: MPI.Intracomm, node_of: Sequence[int]) -> None:
-        self.nodes = by_node(node_of)
+        nodes: dict[int, list[int]] = {}
+        for rank, node in enumerate(node_of):
+            nodes.setdefault(node, []).append(rank)
+        self.nodes = list(nodes.values())
         self.node = next(index for index, ranks in enumerate(self.nodes) if comm.rank in ranks)
         self.local_rank = self.nodes[self.node].index(comm.rank)
         self.comm = comm if len(self.nodes) == 1 else comm.Split(self.node, comm.rank)

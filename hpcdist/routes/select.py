@@ -100,12 +100,6 @@ class Staged(Route):
         why = f"route {self.name} cannot access the GPU memory here"
         return Method(f"pinned host buffers, {found.name}", "; ".join(filter(None, [why, found.reason])))
 
-    def missing(self, team: Team) -> str | None:
-        return self.route.missing(team)
-
-    def carries(self, team: Team, gpu: bool) -> bool:
-        return True
-
     def allgatherv_sends(self, team: Team, send: Tensor, recv: Tensor, what: Vector) -> None:
         source, target = _Host([as_bytes(send)]), _Host(cut(recv, what.counts, what.displs))
         for start, step in _rounds(what.longest, team.size):

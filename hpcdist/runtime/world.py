@@ -400,7 +400,7 @@ def _make(asked: Asked, implicit: bool = False, program: bool = False) -> World:
         undo.callback(watch.stop)
         with activity.InCall("init", None):
             stop.begin(private, os.environ, listen=asked.stop_on is not None)
-            settings = _settings(private, nodes, watch, limit, asked)
+            settings = _settings(private, nodes, limit, asked)
             registration.host.open(private, settings, meeting)
             undo.callback(registration.host.close)
             take_back = torchrun.give(private, nodes, meeting.host, os.environ, limit, program)
@@ -433,9 +433,7 @@ def _make(asked: Asked, implicit: bool = False, program: bool = False) -> World:
     )
 
 
-def _settings(
-    private: MPI.Intracomm, nodes: rendezvous.Nodes, watch: Watch, limit: timedelta, asked: Asked
-) -> Settings:
+def _settings(private: MPI.Intracomm, nodes: rendezvous.Nodes, limit: timedelta, asked: Asked) -> Settings:
     """Choose the device of each rank, and collect the ranks' data on each other. Collective over `private`."""
     shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # experimental, NCCL 2.30.3 and later
     chosen, own_gpus = accelerator.choose(private, nodes.local_rank, asked.device, asked.backend, shared)
@@ -445,7 +443,6 @@ def _settings(
         own_gpus=own_gpus,
         timeout=limit,
         nodes=nodes.count,
-        one_system=watch.one_system,
         node_of=tuple(node for node, _ in places),
         memory=tuple(nbytes for _, nbytes in places),
         tuned=_tuned(private, tuning.Place.of(node for node, _ in places)),

@@ -166,7 +166,6 @@ class StatusQuery:
         ranks: all ranks.
         local_ranks: rank of each slot of this node's shared record; this rank alone where the nodes' processes share
             none.
-        one_system: whether all ranks see each other's processes.
         ended: whether another rank ends the job.
         raised_by: rank that raises a HangError, if any.
         folder: where it has written flight records; "" if nowhere.
@@ -187,7 +186,6 @@ class StatusQuery:
         self.ranks = list(range(comm.size))
         slots = {peer["slot"]: rank for rank, peer in enumerate(self._peers) if peer["node"] == leader}
         self.local_ranks: dict[int, int] = slots if len(slots) == local.size else {self._slot: self.rank}
-        self.one_system = len(self.local_ranks) == comm.size
         self.asked_by: dict[int, tuple[str, float]] = {}
         self._answers: dict[int, Report] = {}
         self.ended = False

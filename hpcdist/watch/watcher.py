@@ -65,11 +65,6 @@ class Watch:
         self._thread = threading.Thread(target=self._work, name="hpcdist-watch", daemon=True)
         self._thread.start()
 
-    @property
-    def one_system(self) -> bool:
-        """Whether all ranks see each other's processes: one node, and no containers with pids of their own."""
-        return self._query.one_system
-
     def stop(self) -> None:
         """End the thread. Other ranks then neither wait for this process nor report its end."""
         with self._lock:
