@@ -28,8 +28,7 @@ from hpcdist.backend.agreement import Call, Counts, sizes
 from hpcdist.backend.host_copies import gpu_events, share_memory, tensors_in
 from hpcdist.backend.reductions import Reduction, reduction
 from hpcdist.backend.works import DONE, Finished, Queued, Transfer, forget_done, recv, send
-from hpcdist.comm.settings import Settings
-from hpcdist.comm.team import Group, Team, create_group
+from hpcdist.comm.team import Group, Settings, Team, create_group
 from hpcdist.errors import refusal
 from hpcdist.tensors import accelerator, eager
 

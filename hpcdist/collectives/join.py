@@ -23,7 +23,7 @@ from hpcdist.validation import collective, local
 from hpcdist.validation.collective import Agreed, Call
 
 if TYPE_CHECKING:
-    from hpcdist.comm.settings import GroupLike, S, SharedKeywords, StructureKeywords
+    from hpcdist.comm.team import GroupLike, S, SharedKeywords, StructureKeywords
     from hpcdist.runtime.background import Handle
 
 

@@ -29,7 +29,7 @@ from hpcdist.validation.collective import Agreed, Call
 from hpcdist.validation.local import not_a_tensor
 
 if TYPE_CHECKING:
-    from hpcdist.comm.settings import GroupLike
+    from hpcdist.comm.team import GroupLike
 
 _OPERATIONS: dict[Any, Callable[..., Plannable]] = {
     join.gather: partial(join.Join, "gather", rooted=True),

@@ -30,7 +30,7 @@ from hpcdist.validation import collective, local as checks
 from hpcdist.validation.collective import Agreed, Call
 
 if TYPE_CHECKING:
-    from hpcdist.comm.settings import GroupLike, Keywords
+    from hpcdist.comm.team import GroupLike, Keywords
     from hpcdist.runtime.background import Handle
 
 _CACHED = 64  # transfer plans per team

@@ -29,7 +29,7 @@ from hpcdist.validation import collective, local
 from hpcdist.validation.collective import Agreed, Call
 
 if TYPE_CHECKING:
-    from hpcdist.comm.settings import GroupLike, S, SharedKeywords
+    from hpcdist.comm.team import GroupLike, S, SharedKeywords
     from hpcdist.runtime.background import Handle
 
 Counts: TypeAlias = str | Sequence[int] | None

@@ -1,5 +1,5 @@
-"""The ranks of a call: as the caller names them, and with communicators of the library's own; and what the teams of one
-job share.
+"""The ranks of a call: as the caller names them, and with communicators of the library's own; what the teams of one job
+share, its settings among them; and the keywords of verbs.
 
 Context and team are terms of UCC (https://openucx.github.io/ucc).
 """
@@ -11,19 +11,22 @@ import struct
 import weakref
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpcdist import activity
-from hpcdist.comm.settings import Settings
-from hpcdist.comm.tuning import Place, Rules
+from hpcdist.comm.tuning import Place, Rules, Tuned
 from hpcdist.comm.windows import Topology, Window, Windows
 from hpcdist.comm.worker import Worker
 from hpcdist.errors import HpcdistError, refusal
@@ -31,12 +34,69 @@ from hpcdist.layout import limits
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+    from typing_extensions import TypeVar as TypeVarWithDefault
 
     from hpcdist.comm.messages import Unexpected
-    from hpcdist.comm.settings import GroupLike
+
+    S = TypeVarWithDefault("S", Tensor, list[Any], tuple[Any, ...], dict[Any, Any], default=Tensor)
+    """A tensor or structure: the result is of the same kind as the argument; a tensor, if that is None."""
 
 WORLD = 0  # the key of the group of all ranks
 HEADER = 64  # bytes of a rank's header: see hpcdist/validation/collective.py
+ROUTES = ("auto", "nccl", "gloo", "mpi", "hdf5")
+"""The values of ``route=``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The values that do not change until the world ends.
+
+    Attributes:
+        device: device of this rank's tensors: one GPU per rank, or the CPU.
+        own_gpus: whether every rank has a GPU to itself, and NCCL can be used.
+        timeout: deadline of every call.
+        nodes: number of nodes.
+        node_of, memory: index of the node of each rank of the world, and its host_memory.capacity().
+        tuned: rules of the file HPCDIST_TUNE, which rank 0 has read.
+        staging: folder through which route "hdf5" moves data; rank 0's is used.
+        child_environ: environment for a child process that runs MPI on its own, outside the job.
+        making_group: makes a context in which gloo and NCCL find their network interfaces.
+    """
+
+    device: torch.device
+    own_gpus: bool
+    timeout: timedelta
+    nodes: int
+    node_of: tuple[int, ...] = field(repr=False)
+    memory: tuple[tuple[int, int], ...] = field(repr=False)
+    tuned: Tuned | None = field(repr=False)
+    staging: str
+    child_environ: Mapping[str, str] = field(repr=False)
+    making_group: Callable[[], AbstractContextManager[None]] = field(repr=False)
+
+
+GroupLike: TypeAlias = "dist.ProcessGroup | MPI.Comm | DeviceMesh"
+"""The values of ``group=``."""
+
+
+class Keywords(TypedDict, total=False):
+    """The keywords of every collective on tensors."""
+
+    group: GroupLike | None
+    route: str
+    out: Tensor | None
+
+
+class StructureKeywords(Keywords, total=False):
+    """Those of a collective that takes structures, too."""
+
+    allow_pickle: bool
+
+
+class SharedKeywords(StructureKeywords, total=False):
+    """Those of a collective whose result the ranks of a node can share."""
+
+    shared: bool
 
 
 class _Owned(Protocol):

@@ -18,8 +18,7 @@ from hpcdist.tensors.eager import recorded
 from hpcdist.tensors.tree import flatten
 
 if TYPE_CHECKING:
-    from hpcdist.comm.settings import GroupLike
-    from hpcdist.comm.team import Context
+    from hpcdist.comm.team import Context, GroupLike
     from hpcdist.p2p.transfers import Outgoing, Steps, Transport
 
 

@@ -36,8 +36,7 @@ from hpcdist.watch import torch_groups
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpcdist.comm.settings import Settings
-    from hpcdist.comm.team import Team
+    from hpcdist.comm.team import Settings, Team
 
 NAME = "mpi"
 PLUGINS = hasattr(

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from hpcdist import activity
 from hpcdist.activity import recording
 from hpcdist.comm import launcher, rendezvous, tuning
-from hpcdist.comm.settings import Settings
-from hpcdist.comm.team import Context, Team
+from hpcdist.comm.team import Context, Settings, Team
 from hpcdist.comm.worker import report_failures
 from hpcdist.control import clocks, objects
 from hpcdist.errors import HpcdistError, coded, refusal
@@ -40,7 +39,7 @@ from hpcdist.watch.watcher import Watch, save_trace
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpcdist.comm.settings import GroupLike
+    from hpcdist.comm.team import GroupLike
 
 
 @dataclass(eq=False, kw_only=True)

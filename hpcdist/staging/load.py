@@ -36,7 +36,7 @@ from hpcdist.validation import local
 from hpcdist.validation.local import ArgumentError
 
 if TYPE_CHECKING:
-    from hpcdist.comm.settings import GroupLike
+    from hpcdist.comm.team import GroupLike
 
 VERB = "staging.load"
 _PLAN = "plan of staging.load"

@@ -45,7 +45,7 @@ from hpcdist.validation import local
 from hpcdist.validation.local import not_a_tensor
 
 if TYPE_CHECKING:
-    from hpcdist.comm.settings import GroupLike
+    from hpcdist.comm.team import GroupLike
 
 VERB = "staging.open"
 

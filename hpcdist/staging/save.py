@@ -44,7 +44,7 @@ from hpcdist.validation.collective import Call
 from hpcdist.validation.local import ArgumentError
 
 if TYPE_CHECKING:
-    from hpcdist.comm.settings import GroupLike
+    from hpcdist.comm.team import GroupLike
 
     class _Options(TypedDict, total=False):
         """The arguments of save() that do not change what it returns."""

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist import layout
-from hpcdist.comm.settings import ROUTES
-from hpcdist.comm.team import Team
+from hpcdist.comm.team import ROUTES, Team
 from hpcdist.errors import coded, described, hinted, labelled
 from hpcdist.tensors import storage
 from hpcdist.tensors.accelerator import MemoryKind

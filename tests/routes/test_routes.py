@@ -16,7 +16,7 @@ from nccl_rules import STAND_IN
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist.comm import mpi, settings
+from hpcdist.comm import mpi, team as teams
 from hpcdist.comm.route import Alltoall, Route
 from hpcdist.comm.team import Team
 from hpcdist.comm.tuning import ALGORITHMS, Rule
@@ -201,7 +201,7 @@ def test_which_route_is_taken(world: hd.World) -> None:
     assert_on_all_ranks(world.comm, taken == [mpi.MPI_ROUTE, c10d.GLOO], taken)
     way = select.agreed("gather", "gloo", team, one_gpu)
     assert_on_all_ranks(world.comm, isinstance(way, select.Staged) and way.route is c10d.GLOO, way)
-    assert ("auto", *select.ROUTES) == settings.ROUTES
+    assert ("auto", *select.ROUTES) == teams.ROUTES
 
 
 def test_nccl_without_a_gpu_for_each_rank(world: hd.World) -> None:
