@@ -135,11 +135,10 @@ def raise_problems(what: str, problems: dict[int, str], causes: list[Exception] 
 
 
 def first_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """Describe how the options of a rank differ from those of rank 0, which have the same names; None if they do
-    not."""
-    for option, value in first.items():
-        if other[option] != value:
-            return coded("HD303", f"{option} is {other[option]!r}, where rank 0 has {value!r}")
+    """Describe how the options of a rank differ from those of rank 0; None if they do not. A missing one is None."""
+    for option in {**first, **other}:
+        if other.get(option) != first.get(option):
+            return coded("HD303", f"{option} is {other.get(option)!r}, where rank 0 has {first.get(option)!r}")
     return None
 
 

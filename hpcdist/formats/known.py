@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpcdist.errors import FileError
-from hpcdist.formats.contents import Contents, Format
+from hpcdist.formats.contents import Contents, Format, Identity
 from hpcdist.formats.hdf5 import HDF5
 from hpcdist.formats.numpy_files import NPY, NPZ
 from hpcdist.formats.safetensors import INDEX, SAFETENSORS
@@ -47,8 +47,7 @@ def describe(path: str, of: Format | None = None) -> Contents:
         time.sleep(naps.pop())
 
 
-def _status(path: str) -> tuple[int, ...]:
+def _status(path: str) -> Identity | None:
     with suppress(OSError):
-        found = os.stat(path)
-        return found.st_ino, found.st_size, found.st_mtime_ns
-    return ()
+        return Identity.of(os.stat(path))
+    return None

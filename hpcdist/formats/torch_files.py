@@ -2,8 +2,8 @@
 
 torch itself finds the tensors of a file, without their data and without running code in the file.
 
-Each dense tensor of a zip archive is then read from its place a box at a time. torch reads the rest whole: its older
-format, and archives that are compressed, repacked, or of the other byte order.
+Each dense tensor of an archive is then read from its place a box at a time. torch reads tensors with strides. Files of
+torch's older format, compressed ones and those of the other byte order are refused.
 
 A folder is ``.metadata``, a pickle, which is read without running code that is in it, and files of parts of tensors.
 """
@@ -32,7 +32,6 @@ from hpcdist.formats.contents import Contents, Format, Identity, Parts, Slices, 
 from hpcdist.formats.paths import check_regular, file_errors, utf8_path
 from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
-from hpcdist.process import host_memory
 
 METADATA = ".metadata"  # of a folder
 
@@ -40,36 +39,29 @@ _MOST_NAMES, _DEEPEST = 2**20, 100  # of what dicts hold; of dicts within each o
 _LOCAL, _LENGTHS = 30, 26  # bytes of a member's own header; where the lengths of its name and its extra field are
 _ALIGNMENT = 64  # bytes, of what torch.save writes
 _NUMBER = re.compile(r"/data/(\d+)$")
+_AGAIN = ": torch.save(torch.load(FILE), FILE) makes one that can be read"
 
 
 class _Pt(Format):
     def describe(self, path: str) -> Contents:
         at, members = identity(path), _members_of(path)
         held = None
-        if members is not None:
-            with suppress(FileError):  # damaged, or with a tensor that cannot be on "meta"
-                held = _load(path, map_location="meta")
-        found, others = _tensors(path, _whole(path, members is not None) if held is None else held)
+        with suppress(FileError):  # damaged, or with a tensor that cannot be on "meta"
+            held = _load(path, map_location="meta")
+        found, others = _tensors(path, _mapped(path) if held is None else held)
         tensors = {}
         for key, x in found.items():
             kind = "nested" if x.is_nested else "quantized" if x.is_quantized else str(x.layout).removeprefix("torch.")
             if kind != "strided":
                 others[key] = f"a {kind} tensor"
                 continue
-            raw = None if held is None or members is None else _raw_of(path, x, members)
+            raw = None if held is None else _raw_of(path, x, members)
             tensors[key] = Stored(key, tuple(x.shape), x.dtype, raw)
         return Contents(path, ".pt file", tensors, {path: at}, left_out=others)
 
     def by_library(self, path: str, stored: Stored) -> Slices:
-        mapped = _members_of(path) is not None
-
-        def find() -> Tensor:
-            return _tensors(path, _whole(path, mapped))[0][stored.name]
-
-        x = None if mapped else find()
-
-        def read(box: Box) -> Tensor:  # loaded for each box where it is mapped, since what was read stays in memory
-            some = (find() if x is None else x)[box.slices()]
+        def read(box: Box) -> Tensor:  # loaded for each box, since what is mapped stays in memory
+            some = _tensors(path, _mapped(path))[0][stored.name][box.slices()]
             return some.resolve_conj().resolve_neg().contiguous()
 
         return read
@@ -96,34 +88,31 @@ def _load(path: str, file: IO[bytes] | None = None, **how: Any) -> Any:
             raise FileError("HD402", f"{path}: cannot be read: {what}") from error
 
 
-def _whole(path: str, mapped: bool) -> Any:
-    """Return the contents of a file. Its data are mapped, or read if memory can hold them."""
-    if not mapped:
-        nbytes = os.path.getsize(path)
-        with suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
-            nbytes = max(nbytes, sum(info.file_size for info in archive.infolist()))
-        host_memory.require(path, nbytes)
-    return _load(path, map_location="cpu", mmap=mapped)
+def _mapped(path: str) -> Any:
+    """Return the contents of a file, whose data are mapped."""
+    return _load(path, map_location="cpu", mmap=True)
 
 
-def _members_of(path: str) -> dict[int, int] | None:
-    """As _members(), of a file; None also of one that is no archive."""
+def _members_of(path: str) -> dict[int, int]:
+    """As _members(), of a file."""
     with open(path, "rb") as file:
-        return _members(path, file) if file.read(2) == b"PK" else None
+        return _members(path, file)
 
 
-def _members(path: str, file: IO[bytes]) -> dict[int, int] | None:
-    """Return the first byte of each member of an archive, and its number of bytes. None if the data are not stored as
-    they are in memory, or torch may look for them elsewhere.
+def _members(path: str, file: IO[bytes]) -> dict[int, int]:
+    """Return the first byte of each member of an archive, and its number of bytes.
 
     Raises:
-        FileError: not an archive of torch.save, or truncated.
+        FileError: not an archive of torch.save, or truncated; or its data are not stored as they are in memory, or
+            torch may look for them elsewhere.
     """
     places, numbers = {}, []
+    if file.read(2) != b"PK":
+        raise FileError("HD402", f"{path}: cannot be read: not an archive of torch.save{_AGAIN}")
     with file_errors(path), zipfile.ZipFile(file) as archive:
         infos = archive.infolist()
         if any(info.compress_type or info.flag_bits & 1 for info in infos):
-            return None
+            raise FileError("HD511", f"{path}: cannot be read: it is compressed{_AGAIN}")
         texts = {info.filename: archive.read(info) for info in infos if "/data/" not in info.filename}
         for info in infos:
             file.seek(info.header_offset + _LENGTHS)
@@ -137,8 +126,10 @@ def _members(path: str, file: IO[bytes]) -> dict[int, int] | None:
     # again; it finds a wrong one, or none, only if some are not aligned, or in another order.
     order = [number for _, number in sorted(numbers)]
     if ".format_version" in ends and (order != sorted(order) or any(start % _ALIGNMENT for start, _ in numbers)):
-        return None
-    return places if ends.get("byteorder", b"little") == b"little" else None
+        raise FileError("HD511", f"{path}: cannot be read: it was packed again{_AGAIN}")
+    if ends.get("byteorder", b"little") != b"little":
+        raise FileError("HD511", f"{path}: cannot be read: it is of the other byte order{_AGAIN}")
+    return places
 
 
 def _raw_of(path: str, x: Tensor, members: Mapping[int, int], base: int = 0) -> Raw | None:
@@ -312,7 +303,7 @@ def part_of(path: str, fd: int, start: int, nbytes: int, box: Box, dtype: torch.
     if (tuple(x.shape), x.dtype) != (box.shape, dtype):
         what = f"{x.dtype} of shape {tuple(x.shape)}, where {dtype} of {box.shape} is expected"
         raise FileError("HD510", f"{path}: holds {what}")
-    raw = None if members is None else _raw_of(path, x.detach(), members, start)
+    raw = _raw_of(path, x.detach(), members, start)
     if raw is not None:
         return raw
     whole: Tensor = _load(path, view, map_location="cpu")

@@ -37,7 +37,7 @@ class Plan:
         shape: of the whole tensor; None of anything but one tensor.
         box: box of the whole tensor that this rank receives, of size 0 if it receives none; likewise.
         file_bytes: of a function of :mod:`hpcdist.staging`, bytes of data that this rank reads from the file, or writes
-            to it.
+            to it; without those that it reads besides, to compare a checksum or between short runs.
         file_bytes_of_all, sent_by_all: the same of all ranks together. The same on all ranks.
     """
 

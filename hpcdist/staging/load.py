@@ -27,7 +27,7 @@ from hpcdist.runtime import world
 from hpcdist.runtime.plan import Plan, planners
 from hpcdist.staging.arguments import SINGLE, agreed, check_inside, check_out, nest, positive
 from hpcdist.staging.pieces import PiecePlan, block_bounds, deliver, piece_limit
-from hpcdist.staging.reader import OpenFiles, Part, TensorReader, open_files
+from hpcdist.staging.reader import OpenFiles, TensorReader, open_files
 from hpcdist.staging.save import plan_of_file, wait_for
 from hpcdist.staging.writer import WINDOW
 from hpcdist.tensors import pool
@@ -371,27 +371,11 @@ def _planned_load(*, group: Any, **arguments: Any) -> Plan:
 
 def _traffic(call: _Load, key: str) -> tuple[int, int, int]:
     """The bytes of a tensor that this rank reads, sends and receives."""
-    reader, me, verify, moved = call.reader(key), call.team.rank, call.same["verify"], (0, 0)
-    stored, size = reader.stored, reader.stored.dtype.itemsize
-    wants = call.wants[key]
+    stored, wants, me = call.tensors[key], call.wants[key], call.team.rank
     if call.methods[key] == ALONE:
-        parts = reader.parts(wants[me], piece_limit(call.same["window"] // 2, size))
-    else:
-        plan, rows = plan_load(stored, wants, call.same["window"], verify)
-        pieces = [plan.pieces[row] for row in plan.rows(me)]
-        meets = [wants.intersecting(box).tolist() for box in pieces]
-        sent, own = 0, 0
-        for box, dests in zip(pieces, meets, strict=True):
-            sizes = {dest: box.intersect(wants[dest]).size() for dest in dests}
-            own += sizes.get(me, 0)
-            sent += sum(sizes.values())
-        moved = (sent - own) * size, (wants[me].size() - own) * size
-        parts = [Part(box) for box, dests in zip(pieces, meets, strict=True) if dests or (verify and rows is not None)]
-        if verify and rows is None:
-            parts += [Part(stored.boxes[row]) for row in range(me, len(stored.boxes), call.team.size)]
-    checked = {part.check for part in parts if part.check is not None}
-    covers = [part.box if stored.raw is None or not part.box.size() else stored.raw.cover(part.box) for part in parts]
-    return sum(box.size() for box in (*covers, *(stored.boxes[row] for row in checked))) * size, *moved
+        return wants[me].size() * stored.dtype.itemsize, 0, 0
+    plan, _ = plan_load(stored, wants, call.same["window"], call.same["verify"])
+    return plan.traffic(me, stored.dtype.itemsize)
 
 
 planners[load] = _planned_load

@@ -86,6 +86,18 @@ class PiecePlan:
         """The pieces of one rank."""
         return range(int(self.bounds[rank]), int(self.bounds[rank + 1]))
 
+    def traffic(self, rank: int, itemsize: int) -> tuple[int, int, int]:
+        """The bytes of a rank's pieces; of its pieces in the boxes of other ranks; of its box in their pieces."""
+        pieces = [self.pieces[row] for row in self.rows(rank)]
+        own = sum(piece.intersect(self.held[rank]).size() for piece in pieces)
+        met = [
+            piece.intersect(self.held[peer]).size()
+            for piece in ([] if self.straight else pieces)
+            for peer in self.held.intersecting(piece).tolist()
+        ]
+        moved = (0, 0) if self.straight else (sum(met) - own, self.held[rank].size() - own)
+        return sum(piece.size() for piece in pieces) * itemsize, moved[0] * itemsize, moved[1] * itemsize
+
     def met(self, rank: int, round_: int) -> list[tuple[int, int]]:
         """(owner, piece) for the pieces of a round of which a part lies in the box of `rank`."""
         if rank not in self._met:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,19 +91,6 @@ def open_files(find: Callable[[], Contents], on_all: Callable[[Callable[[], bool
         time.sleep(naps.pop())
 
 
-class Part(NamedTuple):
-    """A box that is read at a time.
-
-    Attributes:
-        row: the piece that it is, whose checksum is compared.
-        check: a piece that is read and compared first.
-    """
-
-    box: Box
-    row: int | None = None
-    check: int | None = None
-
-
 class TensorReader:
     """A tensor of a file.
 
@@ -137,36 +123,34 @@ class TensorReader:
         Raises:
             FileError: a checksum is wrong, or the file ends early; OSError: it cannot be read.
         """
-        parts = self.parts(want, piece_limit(window // 2, out.itemsize))
-        local = [part.box.relative_to(want.offset) for part in parts]
-        for part, target in zip(parts, incoming(out, local), strict=True):
-            if part.check is not None:
-                self.check(part.check)
-            self.fill(part.box, part.row, target, window)
+        parts = self._parts(want, piece_limit(window // 2, out.itemsize))
+        local = [box.relative_to(want.offset) for box, _ in parts]
+        for (box, row), target in zip(parts, incoming(out, local), strict=True):
+            self.fill(box, row, target, window)
 
-    def parts(self, want: Box, limit: int) -> list[Part]:
-        """Return the parts in which a box is read, of at most `limit` elements: those of pieces, if any is checked."""
-        found, boxes = list[Part](), self.stored.boxes
+    def _parts(self, want: Box, limit: int) -> list[tuple[Box, int | None]]:
+        """Return the parts in which a box is read, of at most `limit` elements; and the piece that each is in, if that
+        is checked."""
+        boxes = self.stored.boxes
         rows = [] if self.verify is False else boxes.intersecting(want).tolist()
-        common = [(row, piece := boxes[row], piece.intersect(want)) for row in rows]
-        if not rows or not (self.verify or any(box == piece for _, piece, box in common)):
-            return [Part(box) for box in layout.boxes(want, limit)]
-        for row, piece, box in common:
-            is_whole = box == piece
-            if is_whole and box.size() <= limit:
-                found.append(Part(box, row))
-            else:
-                check = row if self.verify or is_whole else None
-                found += [Part(cut, check=check) for cut in layout.boxes(box, limit)]
-        return found
+        common = [(row, boxes[row], boxes[row].intersect(want)) for row in rows]
+        if not rows or (not self.verify and all(box != piece for _, piece, box in common)):
+            return [(box, None) for box in layout.boxes(want, limit)]
+        return [
+            (cut, row if self.verify or box == piece else None)
+            for row, piece, box in common
+            for cut in layout.boxes(box, limit)
+        ]
 
-    def fill(self, part: Box, row: int | None, target: Tensor, window: int) -> None:
-        """Read a box into contiguous host memory; if it is the piece `row`, check it."""
-        if row is None:
-            with self._truncation():
-                self._read(part, target, window)
+    def fill(self, box: Box, row: int | None, target: Tensor, window: int) -> None:
+        """Read a box into contiguous host memory; the piece `row`, which holds it, is checked."""
+        if row is not None and self.stored.boxes[row] == box:
+            self._prove(row, partial(self._read_piece, box, target, window))
         else:
-            self._prove(row, partial(self._read_piece, part, target, window))
+            if row is not None:
+                self.check(row)
+            with self._truncation():
+                self._read(box, target, window)
         activity.touch()
         if self.progress is not None:
             self.progress(target.nbytes)

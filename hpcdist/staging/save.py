@@ -25,7 +25,6 @@ from hpcdist.process import host_memory
 from hpcdist.runtime import world
 from hpcdist.runtime.background import Handle, check_threads, join_uploads, submit
 from hpcdist.runtime.plan import Plan, planners
-from hpcdist.staging import drivers
 from hpcdist.staging.arguments import (
     agreed,
     check_attrs,
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
 
         attrs: Mapping[str, Mapping[str, Any]] | None
         window: int
-        writer: str
         resume: bool
         max_shard_size: int | str | None
         progress: Callable[[int], None] | None
@@ -93,7 +91,6 @@ def save(
     *,
     attrs: Mapping[str, Mapping[str, Any]] | None = None,
     window: int = WINDOW,
-    writer: str = "auto",
     resume: bool = False,
     max_shard_size: int | str | None = None,
     progress: Callable[[int], None] | None = None,
@@ -120,11 +117,9 @@ def save(
         attrs: HDF5 attributes by name of the tensor, and of the file for the name "". Rank 0's are written. A
             .safetensors file has text by name for "" alone, by default ``{"format": "pt"}``.
         window: bytes of host memory that a rank may use for data in transit. Must agree.
-        writer: "mpio" (HDF5 through MPI-IO, needs an h5py built with it), "posix" (any h5py), or "auto": see
-            :func:`hpcdist.staging.writer`. The file is the same. Must agree. "posix" writes .safetensors files.
         resume: continue the unfinished file of a job that died: write only pieces that differ. If this call fails, it
             keeps its unfinished file. The number of ranks may differ. Must agree.
-        max_shard_size: of a .safetensors file: bytes, or text such as "5GB". Larger data become several files,
+        max_shard_size: of a .safetensors file: bytes, or text: "5GB" is 5 x 2**30. Larger data become several files,
             ``NAME-00001-of-00002.safetensors``, and ``NAME.safetensors.index.json``, which Hugging Face's libraries
             load by their index. They get their names when all are complete, one after the other, the index last. An
             old index is removed before files that it names are replaced. If there are a file `path` and an index, the
@@ -137,11 +132,9 @@ def save(
             written.
         async_op: whether to return a Handle when the values have been copied, to memory from the pool or, for GPU
             tensors, to pinned memory. They may then be changed. A thread writes the file, which gets its name when all
-            ranks have written; `writer` "auto" is "posix" then, "mpio" is an error. Saves of a group run in the order
-            of the calls. Another save, or a load, of the same name waits for saves in flight. So do finalize() and the
-            end of the program.
-            Only wait() raises the error of a save, on every rank. If wait() is not called, the error is printed at the
-            end. Must agree.
+            ranks have written. Saves of a group run in the order of the calls. Another save, or a load, of the same
+            name waits for saves in flight. So do finalize() and the end of the program. Only wait() raises the error of
+            a save, on every rank. If wait() is not called, the error is printed at the end. Must agree.
         group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None for all ranks.
 
     Returns:
@@ -179,9 +172,7 @@ def _save_later(team: Team, given: dict[str, Any], buffer: Any) -> Handle[None]:
     copied, problem = True, None
     try:
         local.refuse_tracing()
-        if given["writer"] == "mpio":
-            raise ArgumentError("HD419", "writer mpio does not write in the background; use auto or posix")
-        given |= {"attrs": deepcopy(given["attrs"]), "writer": "posix"}
+        given["attrs"] = deepcopy(given["attrs"])
         given["path"] = os.path.abspath(target_path(given["path"]))  # of this time
         call = _check(**given)
         copies = _copied(call.tensors, buffer_of(team, buffer))
@@ -245,7 +236,6 @@ def _check(
     dim: Any,
     attrs: Any,
     window: Any,
-    writer: Any,
     resume: Any,
     max_shard_size: Any,
     progress: Any,
@@ -260,16 +250,14 @@ def _check(
     check_attrs(attrs, given)
     attrs = attrs or {}
     same: dict[str, Any] = {
-        "path": target_path(path), "window": positive("window", window), "writer": _driver_of(writer),
-        "resume": bool(resume), "max_shard_size": shard_size(max_shard_size, os.fsdecode(path)),
+        "path": target_path(path), "window": positive("window", window), "resume": bool(resume),
+        "max_shard_size": shard_size(max_shard_size, os.fsdecode(path)),
     }  # fmt: skip
     own = dict(attrs.get("", {}))
     if same["path"].endswith(safetensors.SUFFIX):
-        if writer == "mpio":
-            raise ArgumentError("HD419", f"writer mpio writes HDF5: a {safetensors.SUFFIX} file needs auto or posix")
         check_safetensors({name: x.dtype for name, x in flat.items()}, attrs)
-        own, same["writer"] = {"format": "pt", **own}, "posix"
-    options = SaveOptions(same["writer"], same["window"], same["resume"], own, same["max_shard_size"], progress)
+        own = {"format": "pt", **own}
+    options = SaveOptions(same["window"], same["resume"], own, same["max_shard_size"], progress)
     return SaveCall(flat, shards, same, attrs, options)
 
 
@@ -282,15 +270,6 @@ def _dims(dim: Any, given: Mapping[str, Any]) -> dict[str, int | None]:
     if odd:
         raise ArgumentError("HD419", f"dim and tensors have different names: {odd[0]!r} is in one of them only")
     return {name: dims[name] for name in given}
-
-
-def _driver_of(writer: Any) -> str:
-    """The driver that is used."""
-    if writer not in drivers.NAMES:
-        raise ArgumentError("HD419", f"writer is {writer!r}, expected one of {', '.join(drivers.NAMES)}")
-    if (reason := drivers.missing(writer)) is not None:
-        raise ArgumentError("HD419", f"writer {writer} cannot be used: {reason}")
-    return drivers.active(writer)[0]
 
 
 def _save(team: Team, check: Callable[[], SaveCall]) -> None:
@@ -308,13 +287,14 @@ def _save(team: Team, check: Callable[[], SaveCall]) -> None:
 
 def _plan(team: Team, call: SaveCall) -> tuple[list[Dataset], list[PiecePlan]]:
     """The tensors of the file and how each is written. Collective; the same on all ranks but for the attributes."""
-    key = call.same, [(name, dtype, dim, _others(shape, dim)) for name, (dtype, dim, shape) in call.shards.items()]
+    key = call.same | {f"tensor {name!r}": _described(*shard) for name, shard in call.shards.items()}
 
     def extents_of(first: _Arguments) -> list[int]:
         """For each tensor, in rank 0's order, the extent of this rank's shard along its dim; 0 without one."""
         return [0 if dim is None else call.shards[name][2][dim] for name, (_, dim, _) in first[1].items()]
 
-    shards, extents = objects.same(team.comm, VERB, key, (call.same, call.shards), _difference, extents_of)
+    odd = lambda first, other: objects.first_difference(first[0], other[0])  # noqa: E731
+    shards, extents = objects.same(team.comm, VERB, key, (key, call.shards), odd, extents_of)
     same, datasets, plans = call.same, list[Dataset](), list[PiecePlan]()
     try:
         for (name, (dtype, dim, shape)), along in zip(shards[1].items(), extents.T, strict=True):
@@ -329,28 +309,10 @@ def _plan(team: Team, call: SaveCall) -> tuple[list[Dataset], list[PiecePlan]]:
     return datasets, plans
 
 
-def _difference(first: _Arguments, other: _Arguments) -> str | None:
-    """Describe the difference of a rank's options and shards from rank 0's."""
-    option = objects.first_difference(first[0], other[0])
-    if option is not None:
-        return option
-    for name in sorted(first[1].keys() ^ other[1].keys()):
-        this, other_has = ("no", "has") if name in first[1] else ("a", "does not have")
-        return coded("HD303", f"has {this} tensor {name!r}, which rank 0 {other_has}")
-    for name, (dtype, dim, shape) in first[1].items():
-        dtype_here, dim_here, shape_here = other[1][name]
-        if dtype_here != dtype:
-            return coded("HD303", f"{name!r}: dtype is {dtype_here}, where rank 0 has {dtype}")
-        if len(shape_here) != len(shape) or _others(shape_here, dim) != _others(shape, dim):
-            what = f"which does not fit {shape} of rank 0 along dim {dim}"
-            return coded("HD303", f"{name!r}: shape is {shape_here}, {what}")
-        if dim_here != dim:
-            return coded("HD303", f"{name!r}: dim is {dim_here}, where rank 0 has {dim}")
-    return None
-
-
-def _others(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
-    return shape if dim is None else (*shape[:dim], *shape[dim + 1 :])
+def _described(dtype: torch.dtype, dim: int | None, shape: tuple[int, ...]) -> str:
+    """What must agree of a tensor, in words."""
+    extents = ["*" if d == dim else str(extent) for d, extent in enumerate(shape)]
+    return f"{dtype} of shape ({', '.join(extents)}), dim {dim}"
 
 
 def _write(file: FileWriter, i: int, plan: PiecePlan, x: Tensor) -> None:
@@ -377,15 +339,15 @@ def _planned_save(*, group: Any, buffer: Any, **arguments: Any) -> Plan:
     name = "plan of staging.save"
     with agreed(team, name, lambda: _check(**arguments)) as call:
         datasets, plans = _plan(team, call)
-    traffic = [_traffic(plan, x.dtype.itemsize, team.rank) for x, plan in zip(datasets, plans, strict=True)]
+    traffic = [plan.traffic(team.rank, x.dtype.itemsize) for x, plan in zip(datasets, plans, strict=True)]
+    traffic = [(nbytes, sent, received) for nbytes, received, sent in traffic]
     how = {True: "each rank writes its own data", False: "pieces are collected, and one rank writes each"}
 
     def plan(tensors: Any, **options: Any) -> Any:
         return save(**arguments | {"tensors": tensors, "buffer": buffer, "group": group} | options)
 
     methods = tuple(dict.fromkeys(how[plan.straight] for plan in plans))
-    reason = f"writer={arguments['writer']!r} is {call.same['writer']}"
-    return plan_of_file(team, name, traffic, verb=VERB, methods=methods, result="file", reasons=(reason,), _call=plan)
+    return plan_of_file(team, name, traffic, verb=VERB, methods=methods, result="file", reasons=(), _call=plan)
 
 
 def plan_of_file(team: Team, name: str, traffic: Sequence[tuple[int, int, int]], **options: Any) -> Plan:
@@ -402,16 +364,6 @@ def plan_of_file(team: Team, name: str, traffic: Sequence[tuple[int, int, int]],
         route="mpi" if by_all else "none", sent=sent, received=received, file_bytes=file_bytes,
         file_bytes_of_all=of_all, sent_by_all=by_all, **options,
     )  # fmt: skip
-
-
-def _traffic(plan: PiecePlan, itemsize: int, me: int) -> tuple[int, int, int]:
-    """The bytes of a tensor that a rank writes, sends and receives."""
-    rows, held = plan.rows(me), plan.held[me]
-    written = int(plan.pieces.sizes[rows.start : rows.stop].sum())
-    if plan.straight:
-        return written * itemsize, 0, 0
-    own = sum(plan.pieces[row].intersect(held).size() for row in rows)
-    return written * itemsize, (held.size() - own) * itemsize, (written - own) * itemsize
 
 
 planners[save] = _planned_save

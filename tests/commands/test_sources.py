@@ -12,7 +12,7 @@ from cases import assert_refused, load, same_bits, whole_of
 from safetensors.torch import save_file
 
 import hpcdist as hd
-from hpcdist.commands import copying
+from hpcdist.commands import arrays
 from hpcdist.commands.arrays import join_main, parser
 from hpcdist.errors import HpcdistError
 from hpcdist.tensors.storage import BARE, DTYPES
@@ -81,7 +81,7 @@ def test_names_and_patterns(alone):
         "*.h5:/x/y": ["c.h5:/x/y"],
         "d[1].npy": ["d[1].npy"],
     }.items():
-        assert [source.spec for source in copying.find(alone, given.split(), 0).sources] == names
+        assert [source.spec for source in arrays.find(alone, given.split(), 0).sources] == names
 
 
 def test_an_array_is_not_taken_twice_by_whatever_paths(alone):
@@ -98,9 +98,9 @@ def test_an_array_is_not_taken_twice_by_whatever_paths(alone):
     twice = "*.npy", "./a.npy", os.path.abspath("a.npy"), "sub/a.npy", "soft.npy", "hard.npy"
     for given in (*(f"a.npy {name}" for name in twice), "one.pt ./one.pt:a/x", "one.h5:x one.h5:/x"):
         with pytest.raises(HpcdistError, match="named twice"):
-            copying.find(alone, given.split(), 0)
+            arrays.find(alone, given.split(), 0)
     for fine in ("a.npy b.npy", "two.npz:x two.npz:y"):
-        assert len(copying.find(alone, fine.split(), 0).sources) == 2
+        assert len(arrays.find(alone, fine.split(), 0).sources) == 2
 
 
 def test_names_with_anything_in_them(alone):
@@ -110,7 +110,7 @@ def test_names_with_anything_in_them(alone):
         for suffix in SUFFIXES:
             path = f"{name}{suffix}"
             gather(alone, "in.npy", f"--output={path}")
-            assert copying.find(alone, [path], 0).sources[0].spec == path
+            assert arrays.find(alone, [path], 0).sources[0].spec == path
             for spec in [path] if suffix == ".npy" else [path, f"{path}:data"]:
                 for by_library in (False, True):
                     assert load(spec, by_library).tolist() == [0, 1, 2], spec
@@ -137,7 +137,7 @@ def damaged():
         file["null"] = h5py.Empty("f4")
     return wrong | {
         f"{'x' * 300}.npy": "cannot be read: File name too long",
-        "cut.npy": "cannot be read: it ends in the middle of its data",
+        "cut.npy": "cannot be read: mmap length is greater than file size",
         "text.npy": "holds dtype <U1",
         "two.npz": "holds 2 arrays; name one as",
         "two.npz:c": "holds no tensor 'c'; it has: a, b",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout
-from hpcdist.commands import copying
+from hpcdist.commands import arrays
 from hpcdist.errors import HpcdistError
 from hpcdist.formats import hdf5
 from hpcdist.tensors.storage import BARE, DTYPES, copyable
@@ -269,8 +269,8 @@ def strides_for(dtype: torch.dtype) -> Iterator[str]:
 
 def load(spec: str, by_library: bool = False, window: int = 2**20) -> Tensor:
     """An array of a file, as the commands read it, or to compare with it, by the format's own library."""
-    source = copying.described(spec)
-    data = copying.joined([source], 0)
+    source = arrays.described(spec)
+    data = arrays.joined([source], 0)
     whole = layout.whole(data.shape)
     if by_library:
         return data.by_library()(whole).view(source.stored.shape)

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from hpcdist.errors import FileError
-from hpcdist.stage_env import source as source_
-from hpcdist.stage_env.source import Packer, relocation
-from hpcdist.stage_env.stage import unpack
+from hpcdist.stage_env import stage
+from hpcdist.stage_env.stage import Packer, relocation, unpack
 
 pytestmark = pytest.mark.once
 
@@ -79,7 +78,7 @@ def test_what_programs_compile_does_not_count(name, tmp_path):
 
 
 def test_what_changes_while_it_is_read_is_an_error(tmp_path, monkeypatch):
-    file, opened = tmp_path / "data" / "file", source_._opened
+    file, opened = tmp_path / "data" / "file", stage._opened
     file.parent.mkdir()
     file.write_bytes(bytes(3000))
 
@@ -88,11 +87,11 @@ def test_what_changes_while_it_is_read_is_an_error(tmp_path, monkeypatch):
         os.truncate(file, 1000)
         return found
 
-    monkeypatch.setattr(source_, "_AHEAD", 100)
+    monkeypatch.setattr(stage, "_AHEAD", 100)
     for change in (
         lambda: os.truncate(file, 2000),
         lambda: os.truncate(file, 4000),
-        lambda: monkeypatch.setattr(source_, "_opened", cutting),
+        lambda: monkeypatch.setattr(stage, "_opened", cutting),
         file.unlink,
     ):
         packer = Packer(str(file.parent))

@@ -12,8 +12,7 @@ from launch import run
 
 from hpcdist.errors import FileError
 from hpcdist.stage_env import __main__ as command
-from hpcdist.stage_env.source import Packer
-from hpcdist.stage_env.stage import Copy, cleanup, open_folder
+from hpcdist.stage_env.stage import Copy, Packer, cleanup, open_folder
 
 pytestmark = pytest.mark.once
 
@@ -56,8 +55,7 @@ def test_what_a_killed_job_has_left_is_removed(packer, folder):
     """By the next job, whatever it stages; a lock of a living process keeps it."""
     code = f"""
         import os
-        from hpcdist.stage_env.stage import Copy, open_folder
-        from hpcdist.stage_env.source import Packer
+        from hpcdist.stage_env.stage import Copy, Packer, open_folder
         source = Packer({str(folder.parents[2] / "env")!r}).source
         copy = Copy(open_folder({str(folder.parents[1])!r}), source, "killed")
         copy.prepare()

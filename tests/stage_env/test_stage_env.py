@@ -15,7 +15,7 @@ from launch import DEADLINE, mpirun, run
 
 from hpcdist.comm.launcher import without_launcher
 from hpcdist.errors import FileError, InputError, RankError
-from hpcdist.stage_env import source, stage
+from hpcdist.stage_env import stage
 from hpcdist.stage_env.stage import Request, cleanup, unpack
 
 pytestmark = pytest.mark.once
@@ -142,7 +142,7 @@ def test_it_is_sent_again_when_it_was_changed_and_only_then(tmp_path):
         Path(copy, "added").touch,
         Path(copy, "file").unlink,
         lambda: os.truncate(Path(copy, "file"), 1),
-        Path(copy).with_name(source.MANIFEST).unlink,
+        Path(copy).with_name(stage.MANIFEST).unlink,
     ):
         change()
         again = staged(data, local)
@@ -241,7 +241,7 @@ def test_only_what_was_made_here_is_removed(small, tmp_path):
     other = str(path).replace(f"hpcdist-{os.getuid()}", "hpcdist-12345")
     for wrong in (small, path.parent, path / "program", path.parent / "another", local, other, path):
         if wrong is path:
-            (path.parent / source.MANIFEST).unlink()
+            (path.parent / stage.MANIFEST).unlink()
         with pytest.raises(InputError, match="not a copy that hpcdist"):
             cleanup(str(wrong))
     assert (path / "program").exists()
@@ -262,7 +262,7 @@ def test_a_folder_that_others_can_write_in_is_not_trusted(small, tmp_path):
 
 def test_the_destination_is_checked_before_anything_is_read(small, tmp_path, monkeypatch):
     """Whether it has the space; what an old copy of the source takes is given back first."""
-    monkeypatch.setattr(source.Packer, "tar", None)
+    monkeypatch.setattr(stage.Packer, "tar", None)
     monkeypatch.setattr(stage.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
     with pytest.raises(RankError, match=r"stage_env on .*: no space for the copy: .* needed, 100 B free \[HD410\]"):
         staged(small, tmp_path / "to")

@@ -12,7 +12,7 @@ from launch import mpirun
 
 from hpcdist.control import objects
 from hpcdist.errors import RankError
-from hpcdist.stage_env import source, stage
+from hpcdist.stage_env import stage
 from hpcdist.stage_env.stage import Request
 
 PIECE = 1 << 16
@@ -30,7 +30,7 @@ def staged(comm, shared, to):
 def shared(world, folder, monkeypatch):
     """A folder with "data", of several pieces; some files are larger than one."""
     monkeypatch.setattr(stage, "PIECE", PIECE)
-    monkeypatch.setattr(source, "_CHUNK", 1 << 12)
+    monkeypatch.setattr(stage, "_CHUNK", 1 << 12)
     if world.rank == 0:
         (folder / "data").mkdir()
         for number in range(FILES):
@@ -103,7 +103,7 @@ def test_a_full_disk_is_the_same_error_everywhere_and_leaves_nothing(world, shar
 @pytest.mark.parametrize("number", ["1", "39"])
 def test_what_cannot_be_read_is_the_same_error_everywhere(world, shared, to, number, monkeypatch):
     """A file in the middle or at the end, or a folder that one node lacks. The copies that were there stay."""
-    comm, new, opened = world.comm, to / "new", source._opened
+    comm, new, opened = world.comm, to / "new", stage._opened
     done = staged(comm, shared, to)
     error = raises_on_all_ranks(comm, RankError, lambda: staged(comm, shared, to if comm.rank else new))
     assert_on_all_ranks(comm, f"{new.parent.with_name('local0')}/new: no such folder" in str(error), error)
@@ -117,7 +117,7 @@ def test_what_cannot_be_read_is_the_same_error_everywhere(world, shared, to, num
     new.mkdir()
     comm.Barrier()
     with monkeypatch.context() as patch:
-        patch.setattr(source, "_opened", broken)
+        patch.setattr(stage, "_opened", broken)
         error = raises_on_all_ranks(comm, RankError, lambda: staged(comm, shared, new if comm.rank else to))
     text = f"{shared}/data/{number}: cannot be read: Input/output error [HD402]"
     assert_on_all_ranks(comm, text in str(error), error)

@@ -79,12 +79,13 @@ def test_bytes_read_and_sent(options, comm, findings, world, folder, monkeypatch
     count(TensorReader, "_by_library", 0, lambda found, *_: found.nbytes)
     count(mpi.Mpi, "exchange", 1, lambda found, route, team, sends, *_: sum(x.nbytes for _, x in sends))
     whole = options.get("dim", 0) is None
-    counted = 1 if window.helps(team) else 2  # else each byte comes to a node once, and is passed on there
     for name in ("x.h5", "z.h5")[: 1 + whole]:
         said = hd.plan(staging.load, folder / name, group=comm, **options)
         findings.check(moved == [0, 0], "explain reads and sends nothing")
         staging.load(folder / name, group=comm, **options)
-        findings.check([said.file_bytes, said.sent][:counted] == moved[:counted], (name, said, moved))
+        more = options.get("verify") or "box" in options  # is read: the rest of pieces, and what is between short runs
+        findings.check(said.file_bytes <= moved[0] if more else said.file_bytes == moved[0], (name, said, moved))
+        findings.check(window.helps(team) or said.sent == moved[1], (name, said, moved))
         read, sent, received = map(comm.allreduce, (said.file_bytes, said.sent, said.received))
         findings.check((said.file_bytes_of_all, said.sent_by_all, sent) == (read, received, received), (name, said))
         if whole:
