@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -26,20 +25,13 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@dataclass(frozen=True)
-class Operation:
-    """A reduction: torch's name, and the oracle, which folds the operands of all ranks along dim 0."""
-
-    op: Any
-    fold: Callable[[Tensor], Tensor]
-
-
-OPERATIONS = {
-    "sum": Operation(dist.ReduceOp.SUM, lambda x: x.sum(0)),
-    "avg": Operation(dist.ReduceOp.AVG, lambda x: (x.sum(0) / x.shape[0]).to(x.dtype)),
-    "min": Operation(dist.ReduceOp.MIN, lambda x: x.amin(0)),
-    "max": Operation(dist.ReduceOp.MAX, lambda x: x.amax(0)),
-    "product": Operation(dist.ReduceOp.PRODUCT, lambda x: x.prod(0)),
+# How the operands of all ranks are folded along dim 0.
+OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "SUM": lambda x: x.sum(0),
+    "AVG": lambda x: (x.sum(0) / x.shape[0]).to(x.dtype),
+    "MIN": lambda x: x.amin(0),
+    "MAX": lambda x: x.amax(0),
+    "PRODUCT": lambda x: x.prod(0),
 }
 
 
@@ -52,7 +44,7 @@ def operands(operation: str, size: int, shape: tuple[int, ...], dtype: torch.dty
     count = int(torch.Size(shape).numel())
     place = torch.arange(count).repeat(size, 1)
     turn = (place + torch.arange(size)[:, None]) % size
-    values = 2 ** torch.where(turn == 0, place, 1) if operation == "product" else place + 2 * turn
+    values = 2 ** torch.where(turn == 0, place, 1) if operation == "PRODUCT" else place + 2 * turn
     return values.to(dtype).view(size, *shape)
 
 
@@ -77,12 +69,10 @@ class Turn:
         self.block, self.out = self.mine[0], self.room[0]
         self.context = f"{backend} {self.dtype} {shape} root {root} {op} {'async' if later else 'blocking'}"
 
-    @property
-    def reduction(self) -> Any:
-        return OPERATIONS[self.op].op
+        self.reduction = getattr(dist.ReduceOp, op or "SUM")
 
     def folded(self, block: int) -> Tensor:
-        return OPERATIONS[self.op].fold(self.whole[:, block])
+        return OPERATIONS[self.op](self.whole[:, block])
 
     def at_root(self, x: Any) -> Any:
         return x if self.rank == self.root else None
@@ -98,71 +88,47 @@ def _ring(t: Turn) -> list[Any]:
     return [step() for step in (steps[::-1] if t.rank % 2 else steps)]
 
 
-@dataclass(frozen=True)
-class Primitive:
-    """A row: the call; where its result is (block: in place); the oracle, None where the rank gets nothing."""
-
-    call: Callable[[Turn], Any]
-    result: str
-    oracle: Callable[[Turn], Tensor | None]
-    rooted: bool = False
-    reduces: bool = False
-
-
-PRIMITIVES = {
-    "broadcast": Primitive(
-        lambda t: dist.broadcast(t.block, t.root, async_op=t.later),
-        "block",
-        lambda t: t.whole[t.root, 0],
-        rooted=True,
-    ),
-    "scatter": Primitive(
+Row = tuple[Callable[[Turn], Any], str, Callable[[Turn], Tensor | None]]
+ROOTED: dict[
+    str, Row
+] = {  # the call; where its result is (block: in place); the oracle, None where a rank gets nothing
+    "broadcast": (lambda t: dist.broadcast(t.block, t.root, async_op=t.later), "block", lambda t: t.whole[t.root, 0]),
+    "scatter": (
         lambda t: dist.scatter(t.out, t.at_root([*t.mine]), t.root, async_op=t.later),
         "out",
         lambda t: t.whole[t.root, t.rank],
-        rooted=True,
     ),
-    "gather": Primitive(
+    "gather": (
         lambda t: dist.gather(t.block, t.at_root([*t.room]), t.root, async_op=t.later),
         "room",
         lambda t: t.at_root(t.whole[:, 0]),
-        rooted=True,
     ),
-    "all_gather": Primitive(
-        lambda t: dist.all_gather([*t.room], t.block, async_op=t.later), "room", lambda t: t.whole[:, 0]
-    ),
-    "all_gather_single": Primitive(
-        lambda t: _all_gather_single(t.room.flatten(0, 1), t.block, async_op=t.later),
-        "room",
-        lambda t: t.whole[:, 0],
-    ),
-    "all_reduce": Primitive(
-        lambda t: dist.all_reduce(t.block, t.reduction, async_op=t.later),
-        "block",
-        lambda t: t.folded(0),
-        reduces=True,
-    ),
-    "reduce": Primitive(
+    "reduce": (
         lambda t: dist.reduce(t.block, t.root, t.reduction, async_op=t.later),
         "block",
         lambda t: t.at_root(t.folded(0)),
-        rooted=True,
-        reduces=True,
     ),
-    "reduce_scatter": Primitive(
-        lambda t: dist.reduce_scatter(t.out, [*t.mine], t.reduction, async_op=t.later),
-        "out",
-        lambda t: t.folded(t.rank),
-        reduces=True,
+}
+PRIMITIVES = ROOTED | {
+    "all_gather": (
+        lambda t: dist.all_gather([*t.room], t.block, async_op=t.later), "room", lambda t: t.whole[:, 0]
     ),
-    "reduce_scatter_single": Primitive(
+    "all_gather_single": (
+        lambda t: _all_gather_single(t.room.flatten(0, 1), t.block, async_op=t.later), "room", lambda t: t.whole[:, 0]
+    ),
+    "all_reduce": (
+        lambda t: dist.all_reduce(t.block, t.reduction, async_op=t.later), "block", lambda t: t.folded(0)
+    ),
+    "reduce_scatter": (
+        lambda t: dist.reduce_scatter(t.out, [*t.mine], t.reduction, async_op=t.later), "out", lambda t: t.folded(t.rank)
+    ),
+    "reduce_scatter_single": (
         lambda t: _reduce_scatter_single(t.out, t.mine.flatten(0, 1), t.reduction, async_op=t.later),
         "out",
         lambda t: t.folded(t.rank),
-        reduces=True,
     ),
-    "send and recv": Primitive(_ring, "out", lambda t: t.whole[(t.rank - 1) % t.size, 0]),  # or isend and irecv
-}
+    "send and recv": (_ring, "out", lambda t: t.whole[(t.rank - 1) % t.size, 0]),  # or isend and irecv
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:.*unbatched P2P")
@@ -170,25 +136,24 @@ PRIMITIVES = {
 @pytest.mark.parametrize("backend", ["mpi", pytest.param("nccl", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", PRIMITIVES)
 def test_every_primitive(name: str, backend: str, later: bool, world: hd.World) -> None:
-    row = PRIMITIVES[name]
     findings = Findings(world.comm)
     for dtype in DTYPES:
         turns = [
             Turn(world, backend, later, (dtype, shape), root, op)
             for shape in SHAPES
-            for root in (range(world.world_size) if row.rooted else [0])
-            for op in (OPERATIONS if row.reduces else [""])
+            for root in (range(world.world_size) if name in ROOTED else [0])
+            for op in (OPERATIONS if "reduce" in name else [""])
         ]
         # All are under way before the first is waited for, unless they block.
-        started = [(turn, _start(row, turn)) for turn in turns]
+        started = [(turn, _start(PRIMITIVES[name], turn)) for turn in turns]
         for turn, outcome in started:
             _check(findings, name, turn, _finish(outcome, later))
     findings.settle()
 
 
-def _start(row: Primitive, turn: Turn) -> Any:
+def _start(row: Row, turn: Turn) -> Any:
     try:
-        return row.call(turn)
+        return row[0](turn)
     except (RuntimeError, ValueError) as error:
         return error
 
@@ -207,17 +172,17 @@ def _finish(outcome: Any, later: bool) -> object:
 
 
 def _check(findings: Findings, name: str, turn: Turn, wrong: object) -> None:
-    row, context = PRIMITIVES[name], f"{name} {turn.context}"
+    (_, place, oracle), context = PRIMITIVES[name], f"{name} {turn.context}"
     if name == "send and recv" and turn.size == 1 and not (turn.later and turn.backend == "mpi"):
         findings.check(isinstance(wrong, Exception), f"{context}: torch refuses to send to the rank itself")
         return
     findings.check(wrong is None, f"{context}: {wrong!r}")
-    expected, got = row.oracle(turn), getattr(turn, row.result).cpu()
-    if expected is not None and turn.backend == "nccl" and turn.op == "avg" and turn.dtype.is_floating_point:
+    expected, got = oracle(turn), getattr(turn, place).cpu()
+    if expected is not None and turn.backend == "nccl" and turn.op == "AVG" and turn.dtype.is_floating_point:
         # NCCL multiplies by 1/size before it adds, and rounds each time; two places differ by more than that.
         near = torch.allclose(got, expected, rtol=(turn.size + 1) * torch.finfo(turn.dtype).eps / 4)
         findings.check(near and got.dtype == expected.dtype, f"{context}: {got}, expected about {expected}")
     elif expected is not None:
         findings.same(got, expected, context)
-    kept = 1 if row.result == "block" else 0
+    kept = 1 if place == "block" else 0
     findings.same(turn.mine[kept:].cpu(), turn.whole[turn.rank, kept:], f"{context}: the input was changed")
