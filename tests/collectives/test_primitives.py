@@ -120,7 +120,9 @@ PRIMITIVES = ROOTED | {
         lambda t: dist.all_reduce(t.block, t.reduction, async_op=t.later), "block", lambda t: t.folded(0)
     ),
     "reduce_scatter": (
-        lambda t: dist.reduce_scatter(t.out, [*t.mine], t.reduction, async_op=t.later), "out", lambda t: t.folded(t.rank)
+        lambda t: dist.reduce_scatter(t.out, [*t.mine], t.reduction, async_op=t.later),
+        "out",
+        lambda t: t.folded(t.rank),
     ),
     "reduce_scatter_single": (
         lambda t: _reduce_scatter_single(t.out, t.mine.flatten(0, 1), t.reduction, async_op=t.later),
