@@ -1,18 +1,13 @@
 """Gradients through the verbs: on every route the transpose of the transfer, against autograd on one process."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from cases import extents_of, part
 from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
-from torch import Tensor
 
 import hpcdist as hd
 
@@ -22,22 +17,22 @@ ROUTES = ("mpi", "gloo", "hdf5")
 CASES = ("even", "ragged", "zero in the middle", "all on one rank")
 
 
-def _whole(shape: tuple[int, ...], seed: int) -> Tensor:
+def _whole(shape, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def _check(
-    world: hd.World,
-    inputs: list[Tensor],
-    verb: Callable[[Tensor], Tensor],
-    oracle: Callable[[list[Tensor]], list[Tensor]],
-    label: str,
-    findings: Findings,
-) -> None:
+    world,
+    inputs,
+    verb,
+    oracle,
+    label,
+    findings,
+):
     """The gradient that `verb` brings to this rank's input, against the one of `oracle`, which makes the results of all
     ranks from the inputs of all ranks on one process. The loss is a sum of weighted cubes, over all ranks' results."""
     leaves = [x.clone().requires_grad_() for x in inputs]
-    sum(_loss(result, rank) for rank, result in enumerate(oracle(leaves))).backward()  # type: ignore[union-attr]
+    sum(_loss(result, rank) for rank, result in enumerate(oracle(leaves))).backward()
     mine = inputs[world.rank].clone().requires_grad_()
     _loss(verb(mine), world.rank).backward()
     expected, got = (torch.zeros_like(x) if x.grad is None else x.grad for x in (leaves[world.rank], mine))
@@ -45,7 +40,7 @@ def _check(
     findings.check(same, f"{label}: gradient {got}, expected {expected}")
 
 
-def _loss(result: Tensor | None, rank: int) -> Tensor:
+def _loss(result, rank):
     if result is None:
         return torch.zeros((), requires_grad=True)
     weight = torch.arange(1, result.numel() + 1, dtype=torch.float64).view(result.shape) * (rank + 1)
@@ -54,8 +49,8 @@ def _loss(result: Tensor | None, rank: int) -> Tensor:
 
 @pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("route", ROUTES)
-def test_gather_concat_and_split(world: hd.World, route: str, planned: bool) -> None:
-    def run(verb: Callable[..., Any], x: Tensor | None, *rest: Any) -> Any:
+def test_gather_concat_and_split(world, route, planned):
+    def run(verb, x, *rest):
         return hd.plan(verb, x, *rest, route=route)(x) if planned else verb(x, *rest, route=route)
 
     findings, size = Findings(world.comm), world.world_size
@@ -80,14 +75,14 @@ def test_gather_concat_and_split(world: hd.World, route: str, planned: bool) -> 
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_redistribute(world: hd.World, route: str) -> None:
+def test_redistribute(world, route):
     """Also from copies, of which one is taken, and to copies, whose gradients are added up."""
     findings, size = Findings(world.comm), world.world_size
     shape, extents = (2 * size + 1, 5), extents_of("ragged", size)
     whole, ragged = _whole(shape, 1), _whole((sum(extents), 5), 2)
     halos = hd.Boxes([((r, 0), (min(2, shape[0] - r), 5)) for r in range(size)])
 
-    def cut(x: Tensor, layout: hd.layout.Layout) -> list[Tensor]:
+    def cut(x, layout):
         return [x[box.slices()] for box in layout.boxes(x.shape, size)]
 
     rows, columns, copies = hd.Split(0), hd.Split(1), hd.Replicate()
@@ -105,7 +100,7 @@ def test_redistribute(world: hd.World, route: str) -> None:
     findings.settle()
 
 
-def test_a_gradient_on_one_rank_only(world: hd.World) -> None:
+def test_a_gradient_on_one_rank_only(world):
     """Every rank gets a result to call backward on, and only the rank that asked gets a gradient."""
     findings = Findings(world.comm)
     asks = world.rank == world.world_size - 1
@@ -118,11 +113,11 @@ def test_a_gradient_on_one_rank_only(world: hd.World) -> None:
     findings.settle()
 
 
-def test_no_graph_is_kept_when_none_is_needed(world: hd.World) -> None:
+def test_no_graph_is_kept_when_none_is_needed(world):
     findings = Findings(world.comm)
     plain, leaf = torch.ones(world.rank + 1), torch.ones(world.rank + 1, requires_grad=True)
 
-    def results(x: Tensor) -> list[Tensor | None]:
+    def results(x):
         mine = hd.split(x if world.rank == 0 else None)
         return [hd.concat(x), hd.gather(x), mine, hd.redistribute(x, hd.Split(0), hd.Replicate())]
 
@@ -134,7 +129,7 @@ def test_no_graph_is_kept_when_none_is_needed(world: hd.World) -> None:
     findings.settle()
 
 
-def test_strides_lazy_negation_and_0d(world: hd.World) -> None:
+def test_strides_lazy_negation_and_0d(world):
     """The gradient has the shape and the values that the tensor's user sees."""
     findings, size = Findings(world.comm), world.world_size
     leaf = (torch.arange(12.0, dtype=torch.float64).view(2, 6) + world.rank).requires_grad_()
@@ -151,7 +146,7 @@ def test_strides_lazy_negation_and_0d(world: hd.World) -> None:
     findings.settle()
 
 
-def test_bfloat16_gradients_are_added_in_float32(world: hd.World) -> None:
+def test_bfloat16_gradients_are_added_in_float32(world):
     findings = Findings(world.comm)
     x = torch.zeros(4, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.tensor(256.0 if world.rank == 0 else 0.5).bfloat16()
@@ -161,7 +156,7 @@ def test_bfloat16_gradients_are_added_in_float32(world: hd.World) -> None:
     findings.settle()
 
 
-def test_out_and_a_gradient(world: hd.World) -> None:
+def test_out_and_a_gradient(world):
     """The same error everywhere, whichever rank gives `out`, and whichever needs a gradient."""
     size = world.world_size
     for asks, gives in itertools.product(range(size), repeat=2):
@@ -176,7 +171,7 @@ def test_out_and_a_gradient(world: hd.World) -> None:
         assert hd.concat(torch.ones(2, requires_grad=True), out=out) is out
 
 
-def test_asynchronous_and_other_results_in_one_backward(world: hd.World) -> None:
+def test_asynchronous_and_other_results_in_one_backward(world):
     """Though one rank's threads have done more than another's, and the shapes differ."""
     findings, size = Findings(world.comm), world.world_size
     if world.rank == 0:
@@ -192,7 +187,7 @@ def test_asynchronous_and_other_results_in_one_backward(world: hd.World) -> None
 
 
 @pytest.mark.mpi(min_size=2)
-def test_other_steps_than_the_backward_pass_of_one_rank_are_errors(world: hd.World) -> None:
+def test_other_steps_than_the_backward_pass_of_one_rank_are_errors(world):
     """That of another result of the same verb and shape, which nothing else would show; another verb."""
     results = [hd.concat(torch.ones(2, requires_grad=True)) for _ in range(2)]
     for step, told in (
@@ -207,12 +202,12 @@ def test_other_steps_than_the_backward_pass_of_one_rank_are_errors(world: hd.Wor
 
 @pytest.mark.parametrize("columns", [1, 100])
 @pytest.mark.parametrize("route", ["mpi", "gloo"])
-def test_no_grad_on_one_rank_only(world: hd.World, route: str, columns: int) -> None:
+def test_no_grad_on_one_rank_only(world, route, columns):
     """That rank takes part in the backward pass; and where nobody goes back through such a result, the results are
     still counted alike on all ranks, so that the backward passes that follow find each other."""
     findings, last, layouts = Findings(world.comm), world.world_size - 1, (hd.Split(0), hd.Replicate())
     x = torch.ones(2, columns, requires_grad=True)
-    verbs: list[Callable[[Tensor], Tensor]] = [
+    verbs = [
         lambda x: hd.redistribute(x, *layouts, route=route),
         lambda x: hd.concat(x, route=route),
         hd.plan(hd.redistribute, x, *layouts, route=route),
@@ -226,13 +221,13 @@ def test_no_grad_on_one_rank_only(world: hd.World, route: str, columns: int) -> 
         if back:
             whole.square().sum().backward()
             wanted = torch.full((2, columns), 2.0 * world.world_size * (1 + world.rank))
-            findings.check(quiet or torch.equal(x.grad, wanted), f"gradient {x.grad}")  # type: ignore[arg-type]
+            findings.check(quiet or torch.equal(x.grad, wanted), f"gradient {x.grad}")
         with torch.no_grad():
             findings.check(not verb(x).requires_grad, "no rank wants a gradient")
     findings.settle()
 
 
-def test_backward_after_the_group_was_freed(world: hd.World) -> None:
+def test_backward_after_the_group_was_freed(world):
     """An error on this rank, and the job can go on."""
     comm = world.comm.Dup()
     y = hd.concat(torch.ones(2, requires_grad=True), group=comm)
@@ -242,10 +237,10 @@ def test_backward_after_the_group_was_freed(world: hd.World) -> None:
     assert_on_all_ranks(world.comm, hd.concat(torch.ones(1)).numel() == world.world_size, "the next call")
 
 
-def test_a_result_dies_with_its_last_reference(world: hd.World) -> None:
+def test_a_result_dies_with_its_last_reference(world):
     """No cycle keeps the graph, and with it memory, until the garbage collector runs."""
     findings = Findings(world.comm)
-    calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    calls = {
         "concat": lambda x: hd.concat(x),
         "redistribute": lambda x: hd.redistribute(x, hd.Split(0), hd.Replicate()),
         "in the background": lambda x: hd.concat(x, async_op=True).wait(30),

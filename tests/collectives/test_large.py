@@ -1,13 +1,8 @@
 """Past 2**31 bytes and elements for real: one message is, the total is, and so is a displacement."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 import torch
 from collective import assert_on_all_ranks
-from torch import Tensor
 
 import hpcdist as hd
 
@@ -18,7 +13,7 @@ TOTAL = sum(EXTENTS)
 PIECE = 4 * 2**20 - 3  # odd, so that it is not a multiple of what a route cuts into
 
 
-def _pieces(start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
+def _pieces(start, stop):
     """(from, to, the values that belong there) for the bytes from `start` to `stop` of the whole."""
     index = torch.arange(PIECE, dtype=torch.int32)
     tile = (index * 37 + (index >> 8) * 11 + (index >> 16) * 5).to(torch.uint8)
@@ -28,19 +23,19 @@ def _pieces(start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
         yield begin, end, tile[begin - first : end - first] + number * 7 % 251
 
 
-def _holds(x: Tensor, start: int, stop: int) -> bool:
+def _holds(x, start, stop):
     right = (torch.equal(x[begin - start : end - start], values) for begin, end, values in _pieces(start, stop))
     return x.shape == (stop - start,) and all(right)
 
 
 @pytest.fixture(scope="module")
-def memory(world: hd.World) -> tuple[Tensor, Tensor]:
+def memory(world):
     """(for a shard, for the whole): once, because the first touch of memory takes most of the time here."""
     return torch.empty(EXTENTS[world.rank], dtype=torch.uint8), torch.empty(TOTAL, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("route", ["mpi", "gloo"])
-def test_gather_split_and_concat(world: hd.World, memory: tuple[Tensor, Tensor], route: str) -> None:
+def test_gather_split_and_concat(world, memory, route):
     shard, whole = memory
     mine = ((0, EXTENTS[0]), (EXTENTS[0], TOTAL))[world.rank]
     for begin, end, values in _pieces(*mine):

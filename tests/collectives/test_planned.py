@@ -1,10 +1,6 @@
 """Plans: wrong calls, several at once, their end. That they do what their verb does is in test_property.py."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -23,24 +19,24 @@ COLUMNS = (3, 300)  # extents of the other dim: the data travel with the headers
 class Planned:
     """A plan of a verb for a tensor of which the ranks hold, or get, parts along `dim`."""
 
-    def __init__(self, verb: str, whole: Tensor, dim: int, extents: tuple[int, ...], rank: int, **options: Any) -> None:
+    def __init__(self, verb, whole, dim, extents, rank, **options):
         self.verb, self.dim, self.extents, self.rank = verb, dim, extents, rank
         self.root = len(extents) - 1
         x = self.x(whole)
-        rest: dict[str, tuple[Any, ...]] = {
+        rest = {
             "concat": (dim,),
             "gather": (dim, self.root),
             "split": (dim, self.root, extents if rank == self.root else None),
             "redistribute": (hd.Split(dim, extents), hd.Split(dim, extents[::-1])),
         }
-        self.plan: Any = hd.plan(getattr(hd, verb), x, *rest[verb], **options)
+        self.plan = hd.plan(getattr(hd, verb), x, *rest[verb], **options)
 
-    def x(self, whole: Tensor) -> Any:
+    def x(self, whole):
         if self.verb == "split":
             return whole if self.rank == self.root else None
         return part(whole, self.dim, self.extents, self.rank)
 
-    def expected(self, whole: Tensor) -> Tensor | None:
+    def expected(self, whole):
         whole = whole.resolve_conj().resolve_neg()
         if self.verb == "gather" and self.rank != self.root:
             return None
@@ -49,7 +45,7 @@ class Planned:
         extents = self.extents if self.verb == "split" else self.extents[::-1]
         return part(whole, self.dim, extents, self.rank)
 
-    def problem(self, got: object, whole: Tensor) -> str | None:
+    def problem(self, got, whole):
         expected = self.expected(whole)
         if expected is None or not isinstance(got, Tensor):
             return None if expected is None and got is None else f"{self.verb}: got {got!r}, expected {expected!r}"
@@ -57,15 +53,15 @@ class Planned:
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_ranks_agree_in_one_message(world: hd.World, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_in_one_message(world, columns, monkeypatch):
     """In which small data travel, too; others travel in one call after it."""
     findings, extents, comm = Findings(world.comm), extents_of("ragged", world.world_size), world._context.team.comm
-    seen: list[str] = []
+    seen = []
 
     class Spy:
         """The team's communicator, which notes what is called."""
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name):
             seen.append(name)
             return getattr(comm, name)
 
@@ -81,7 +77,7 @@ def test_ranks_agree_in_one_message(world: hd.World, columns: int, monkeypatch: 
     findings.settle()
 
 
-def test_neither_sent_nor_kept(world: hd.World) -> None:
+def test_neither_sent_nor_kept(world):
     """Planning keeps nothing of x alive; results are new memory, and x is not changed."""
     findings = Findings(world.comm)
     for columns in COLUMNS:
@@ -101,7 +97,7 @@ def test_neither_sent_nor_kept(world: hd.World) -> None:
 
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("verb", VERBS)
-def test_wrong_on_one_rank(world: hd.World, verb: str, columns: int) -> None:
+def test_wrong_on_one_rank(world, verb, columns):
     """The same RankError on all ranks, which names the one at fault; out is unchanged, and the plan still works."""
     findings, size = Findings(world.comm), world.world_size
     extents = (2,) * size
@@ -109,9 +105,9 @@ def test_wrong_on_one_rank(world: hd.World, verb: str, columns: int) -> None:
     planned = Planned(verb, whole, 0, extents, world.rank)
     wrong_rank = planned.root
     x, expected = planned.x(whole), planned.expected(whole)
-    wrong: list[tuple[Any, Any, str]] = []
+    wrong = []
     if world.rank == wrong_rank:
-        good, out = x, torch.zeros_like(expected)  # type: ignore[arg-type]
+        good, out = x, torch.zeros_like(expected)
         wrong = [
             (good[1:], None, "x is a torch.float32 tensor of shape"),
             (good.double(), None, "x is a torch.float64 tensor"),
@@ -129,7 +125,7 @@ def test_wrong_on_one_rank(world: hd.World, verb: str, columns: int) -> None:
             kept = None if expected is None else torch.zeros_like(expected)
             given = wrong[i][:2] if wrong else (x, kept)
 
-            def call(given: tuple[Any, Any] = given, async_op: bool = async_op) -> Any:
+            def call(given=given, async_op=async_op):
                 result = planned.plan(*given, async_op=async_op)
                 return result.wait(30) if async_op else result
 
@@ -145,7 +141,7 @@ def test_wrong_on_one_rank(world: hd.World, verb: str, columns: int) -> None:
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_where_no_tensor_is_expected(world: hd.World, columns: int) -> None:
+def test_where_no_tensor_is_expected(world, columns):
     """x on a rank to which split sends, out on one that gather does not send to."""
     size, ones = world.world_size, torch.ones(world.world_size, columns)
     given = world.rank in (0, size - 1)
@@ -160,7 +156,7 @@ def test_where_no_tensor_is_expected(world: hd.World, columns: int) -> None:
     assert_on_all_ranks(world.comm, gather(ones, None if world.rank else out) is (None if world.rank else out), "next")
 
 
-def test_what_cannot_be_planned(world: hd.World) -> None:
+def test_what_cannot_be_planned(world):
     """Structures, no tensor at all, root=None; but shared results can."""
     size, structure = world.world_size, {"x": torch.ones(world.world_size)}
     raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.plan(hd.split, None))
@@ -176,13 +172,13 @@ def test_what_cannot_be_planned(world: hd.World) -> None:
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_ranks_that_call_something_else(world: hd.World, columns: int) -> None:
+def test_ranks_that_call_something_else(world, columns):
     """Another plan, another verb, the same with async_op: an error on all ranks, and no hang."""
     findings, last = Findings(world.comm), world.rank == world.world_size - 1
     x = torch.ones(2, columns)
     one, other, gather = hd.plan(hd.concat, x), hd.plan(hd.concat, x), hd.plan(hd.gather, x)
     small = hd.plan(hd.concat, torch.ones(1))
-    calls: list[tuple[Callable[[], Any], str]] = [
+    calls = [
         (lambda: other(x), "the plan is "),
         (lambda: gather(x), "called a plan of concat()"),
         (lambda: small(torch.ones(1)), "number of dims is 1"),
@@ -197,7 +193,7 @@ def test_ranks_that_call_something_else(world: hd.World, columns: int) -> None:
     findings.settle()
 
 
-def test_several_plans_in_flight(world: hd.World) -> None:
+def test_several_plans_in_flight(world):
     """In the foreground and the background at once, in any order, and of two groups in two threads."""
     findings, size, rank = Findings(world.comm), world.world_size, world.rank
     comms = [world.comm.Dup() for _ in range(2)]
@@ -214,9 +210,9 @@ def test_several_plans_in_flight(world: hd.World) -> None:
         (hd.plan(hd.concat, torch.ones(1), group=comm), hd.plan(hd.concat, torch.ones(99), group=comm))
         for comm in comms
     ]
-    wrong: list[object] = []
+    wrong = []
 
-    def many(number: int) -> None:
+    def many(number):
         for turn in range(200):
             for plan, n in zip(pairs[number], (1, 99), strict=True):
                 value = float(turn + 1000 * number)
@@ -236,7 +232,7 @@ def test_several_plans_in_flight(world: hd.World) -> None:
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_after_its_group_was_freed(world: hd.World, columns: int) -> None:
+def test_after_its_group_was_freed(world, columns):
     findings = Findings(world.comm)
     comm = world.comm.Split(world.rank % 2, -world.rank)
     x = torch.full((1, columns), float(comm.rank))
@@ -248,7 +244,7 @@ def test_after_its_group_was_freed(world: hd.World, columns: int) -> None:
     assert_on_all_ranks(world.comm, "make a new plan" in str(error), error)
 
 
-def test_in_and_out_of_inference_mode(world: hd.World) -> None:
+def test_in_and_out_of_inference_mode(world):
     findings = Findings(world.comm)
     for columns in COLUMNS:
         with torch.inference_mode():

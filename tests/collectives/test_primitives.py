@@ -1,7 +1,5 @@
 """torch.distributed's own primitives after hd.init(): every one, on backends mpi and nccl, blocking and not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +9,6 @@ import torch.distributed as dist
 from cases import whole_of
 from collective import Findings
 from torch import Tensor
-
-import hpcdist as hd
 
 pytestmark = pytest.mark.mpi
 
@@ -26,7 +22,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 # How the operands of all ranks are folded along dim 0.
-OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+OPERATIONS = {
     "SUM": lambda x: x.sum(0),
     "AVG": lambda x: (x.sum(0) / x.shape[0]).to(x.dtype),
     "MIN": lambda x: x.amin(0),
@@ -35,7 +31,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def operands(operation: str, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def operands(operation, size, shape, dtype):
     """What `size` ranks reduce, by rank: each place has a result of its own, for which the value of each rank counts.
 
     All are exact in bfloat16, with its 8 bits: sum and avg are whole numbers below 256, products are powers of two.
@@ -54,9 +50,7 @@ class Turn:
     whole[r] is what rank r has, one block for each rank; a primitive that takes one block takes the first.
     """
 
-    def __init__(
-        self, world: hd.World, backend: str, later: bool, kind: tuple[torch.dtype, tuple[int, ...]], root: int, op: str
-    ) -> None:
+    def __init__(self, world, backend, later, kind, root, op):
         self.rank, self.size, self.root = world.rank, world.world_size, root
         self.backend, self.later, self.op = backend, later, op
         self.dtype, shape = kind
@@ -71,17 +65,17 @@ class Turn:
 
         self.reduction = getattr(dist.ReduceOp, op or "SUM")
 
-    def folded(self, block: int) -> Tensor:
+    def folded(self, block):
         return OPERATIONS[self.op](self.whole[:, block])
 
-    def at_root(self, x: Any) -> Any:
+    def at_root(self, x):
         return x if self.rank == self.root else None
 
 
-def _ring(t: Turn) -> list[Any]:
+def _ring(t):
     """To the next rank, from the one before. Every second rank receives first: a send may wait for its recv."""
     give, take = (dist.isend, dist.irecv) if t.later else (dist.send, dist.recv)
-    steps: list[Callable[[], Any]] = [
+    steps = [
         lambda: give(t.block, (t.rank + 1) % t.size),
         lambda: take(t.out, (t.rank - 1) % t.size),
     ]
@@ -89,9 +83,7 @@ def _ring(t: Turn) -> list[Any]:
 
 
 Row = tuple[Callable[[Turn], Any], str, Callable[[Turn], Tensor | None]]
-ROOTED: dict[
-    str, Row
-] = {  # the call; where its result is (block: in place); the oracle, None where a rank gets nothing
+ROOTED = {  # the call; where its result is (block: in place); the oracle, None where a rank gets nothing
     "broadcast": (lambda t: dist.broadcast(t.block, t.root, async_op=t.later), "block", lambda t: t.whole[t.root, 0]),
     "scatter": (
         lambda t: dist.scatter(t.out, t.at_root([*t.mine]), t.root, async_op=t.later),
@@ -137,7 +129,7 @@ PRIMITIVES = ROOTED | {
 @pytest.mark.parametrize("later", [False, True], ids=["blocking", "async"])
 @pytest.mark.parametrize("backend", ["mpi", pytest.param("nccl", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", PRIMITIVES)
-def test_every_primitive(name: str, backend: str, later: bool, world: hd.World) -> None:
+def test_every_primitive(name, backend, later, world):
     findings = Findings(world.comm)
     for dtype in DTYPES:
         turns = [
@@ -153,14 +145,14 @@ def test_every_primitive(name: str, backend: str, later: bool, world: hd.World) 
     findings.settle()
 
 
-def _start(row: Row, turn: Turn) -> Any:
+def _start(row, turn):
     try:
         return row[0](turn)
     except (RuntimeError, ValueError) as error:
         return error
 
 
-def _finish(outcome: Any, later: bool) -> object:
+def _finish(outcome, later):
     """Wait for what has been started; the error, or what is wrong with the handles."""
     if isinstance(outcome, Exception):
         return outcome
@@ -173,7 +165,7 @@ def _finish(outcome: Any, later: bool) -> object:
     return None if bool(handles) == later else f"async_op={later} gave {outcome!r}"
 
 
-def _check(findings: Findings, name: str, turn: Turn, wrong: object) -> None:
+def _check(findings, name, turn, wrong):
     (_, place, oracle), context = PRIMITIVES[name], f"{name} {turn.context}"
     if name == "send and recv" and turn.size == 1 and not (turn.later and turn.backend == "mpi"):
         findings.check(isinstance(wrong, Exception), f"{context}: torch refuses to send to the rank itself")

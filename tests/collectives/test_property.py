@@ -7,14 +7,12 @@ In a run with 3 ranks these are 2,000 examples: three quarters from a fixed seed
 draws and prints, to be given again with --hypothesis-seed. In other runs they are a few.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from hashlib import blake2b
-from typing import Any, NoReturn
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -22,7 +20,6 @@ import pytest
 import torch
 from cases import STRIDES, copy_of, differs, mapped, part, parts_of, rows, same_bits, shown, whole_of, with_parts
 from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis.strategies import SearchStrategy
 from settings import ALL
 from strategies import BACKEND, made, redistributions, rings, structures, transfers
 from torch import Tensor
@@ -54,14 +51,14 @@ class DrawsDifferError(BaseException):
 class _Example:
     """The example that is being tried, to be told if the job is aborted in it, where pytest tells nothing."""
 
-    case: object = None
+    case = None
 
 
 @pytest.fixture(autouse=True)
-def told_before_an_abort(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def told_before_an_abort(capfd, monkeypatch):
     end = abort.job
 
-    def job(status: int) -> NoReturn:
+    def job(status):
         printed = "".join(capfd.readouterr())
         with capfd.disabled():
             print(f"{printed}\naborted on rank {hd.current().rank} in {_Example.case!r}", file=sys.stderr, flush=True)
@@ -76,13 +73,13 @@ LIMITS = [(packing, "SMALL", 128), (mpi, "LIMIT", 48), (sizes, "PIECE", 96), (me
 USUAL = [getattr(module, name) for module, name, _ in LIMITS]
 
 
-def _set_limits(tiny: bool) -> None:
+def _set_limits(tiny):
     for (module, name, few), usual in zip(LIMITS, USUAL, strict=True):
         setattr(module, name, few if tiny else usual)
 
 
 @pytest.fixture(params=["fixed", "drawn"])
-def seed(world: hd.World, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]) -> Iterator[Seed]:
+def seed(world, request, capfd):
     """(the seed, whether it is the fixed one); that of this run is told even if the job is aborted."""
     given_ = request.config.getoption("--hypothesis-seed", None)
     value = world.comm.bcast(random.SystemRandom().randrange(2**32) if given_ is None else int(given_))
@@ -93,7 +90,7 @@ def seed(world: hd.World, request: pytest.FixtureRequest, capfd: pytest.CaptureF
     _set_limits(tiny=False)
 
 
-def _try(world: hd.World, strategy: SearchStrategy[Any], body: Body, seed: Seed, fixed: int, drawn: int) -> None:
+def _try(world, strategy, body, seed, fixed, drawn):
     """Draw `fixed` or `drawn` examples, with the fixed seed or this run's; `body` says what is wrong with one here."""
     value, is_fixed = seed
     number = (fixed if is_fixed else drawn) // PART if world.world_size == RANKS else FEW
@@ -110,7 +107,7 @@ def _try(world: hd.World, strategy: SearchStrategy[Any], body: Body, seed: Seed,
         report_multiple_bugs=False,
     )
     @given(strategy)
-    def example(case: Any) -> None:
+    def example(case):
         nonlocal tried
         tried += 1
         _Example.case = case
@@ -130,7 +127,7 @@ def _try(world: hd.World, strategy: SearchStrategy[Any], body: Body, seed: Seed,
     assert tried >= number
 
 
-def _drawn_by_all(world: hd.World, case: object) -> None:
+def _drawn_by_all(world, case):
     """Compare what the ranks have drawn; a rank that is not here any more does not come either."""
     digest = blake2b(repr(case).encode(errors="surrogatepass"), digest_size=8).hexdigest()
     try:
@@ -139,29 +136,29 @@ def _drawn_by_all(world: hd.World, case: object) -> None:
         raise DrawsDifferError(str(error)) from None
 
 
-def _told(world: hd.World, problem: str | None) -> str:
+def _told(world, problem):
     """What is wrong on any rank. Those that are in a verb still, while one has failed, come out of it."""
     collective.leave(world._context.team)
     found = world.comm.allgather(problem)
     return "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(found) if text is not None)
 
 
-def _waited(result: Any, async_op: bool) -> Any:
+def _waited(result, async_op):
     return result.wait(SECONDS) if async_op else result
 
 
-def _shares(result: Tensor, x: Tensor) -> bool:
+def _shares(result, x):
     return bool(result.numel()) and result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
 
 class _Out:
     """Memory for a result, if it is given, and what must be in and around it afterwards."""
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, name: str | None) -> None:
+    def __init__(self, shape, dtype, name):
         self.make = lambda: None if name is None else STRIDES[name](whole_of((*shape,), dtype, salt=5))
         self.view = self.make()
 
-    def problem(self, result: Any, expected: Tensor, x: Tensor | None) -> str | None:
+    def problem(self, result, expected, x):
         if not isinstance(result, Tensor) or not same_bits(result, expected):
             return f"the result is {shown(result)}, expected {shown(expected)}"
         view = self.make()
@@ -178,7 +175,7 @@ class _Out:
 # --- gather, concat, split of a tensor -------------------------------------------------------------------------------
 
 
-def _joined(shards: Sequence[Tensor], dim: int) -> Tensor:
+def _joined(shards, dim):
     """All shards, each put into its place by plain indexing."""
     rows_ = [shard if shard.dim() else shard.reshape(1) for shard in shards]
     extents = tuple(shard.shape[dim] for shard in rows_)
@@ -190,7 +187,7 @@ def _joined(shards: Sequence[Tensor], dim: int) -> Tensor:
     return whole
 
 
-def _done(case: Any, verb: Callable[..., Any], out: _Out, x: Tensor | None, *rest: Any) -> Any:
+def _done(case, verb, out, x, *rest):
     """The result of the verb, or of the second call of its plan."""
     if not case.planned or case.root is None:
         return _waited(verb(x, *rest, out=out.view, route=case.route, async_op=case.async_op), case.async_op)
@@ -198,7 +195,7 @@ def _done(case: Any, verb: Callable[..., Any], out: _Out, x: Tensor | None, *res
     return [_waited(plan(x, out.view, async_op=case.async_op), case.async_op) for _ in range(2)][1]
 
 
-def _transfer(world: hd.World, case: Any) -> str | None:
+def _transfer(world, case):
     if case.verb == "split":
         return _split(world, case)
     size, rank = world.world_size, world.rank
@@ -217,7 +214,7 @@ def _transfer(world: hd.World, case: Any) -> str | None:
     return out.problem(result, expected, x)
 
 
-def _split(world: hd.World, case: Any) -> str | None:
+def _split(world, case):
     rank, root = world.rank, case.root
     whole = STRIDES[case.strides[root or 0]](whole_of(case.shape, case.dtype))
     before = copy_of(whole)
@@ -238,7 +235,7 @@ def _split(world: hd.World, case: Any) -> str | None:
 # --- redistribute ----------------------------------------------------------------------------------------------------
 
 
-def _redistribution(world: hd.World, case: Any) -> str | None:
+def _redistribution(world, case):
     rank = world.rank
     mine, wanted = case.src[rank], case.dst[rank]
     held, own = np.zeros(case.shape, bool), np.zeros(case.shape, bool)
@@ -252,7 +249,7 @@ def _redistribution(world: hd.World, case: Any) -> str | None:
             return f"expected a RankError, got {call(x, case.source, case.dest, **options)!r}"
         except hd.RankError as error:
             return None if "no rank holds" in str(error) else f"another error than the one expected: {error}"
-    problem: str | None = None
+    problem = None
     if case.planned:
         plan = hd.plan(call, x, case.source, case.dest, **options)
         found = plan.shape, plan.box.shape, plan.received
@@ -270,11 +267,11 @@ def _redistribution(world: hd.World, case: Any) -> str | None:
     return problem
 
 
-def _whole(case: Any, turn: int) -> Tensor:
+def _whole(case, turn):
     return STRIDES[case.strides](whole_of(case.shape, case.dtype, salt=turn))
 
 
-def _turn(case: Any, rank: int, turn: int) -> tuple[Tensor, Tensor, _Out]:
+def _turn(case, rank, turn):
     """(what this rank has, what it must get, memory for it), with other values and in other memory each time."""
     place = (rank + turn) % len(case.src)
     whole, view = _whole(case, turn), case.views[place]
@@ -285,10 +282,10 @@ def _turn(case: Any, rank: int, turn: int) -> tuple[Tensor, Tensor, _Out]:
 # --- structures ------------------------------------------------------------------------------------------------------
 
 
-def _arrived(value: Any) -> Any:
+def _arrived(value):
     """What a structure is when it has travelled."""
 
-    def leaf(x: Any) -> Any:
+    def leaf(x):
         if isinstance(x, Tensor):
             return row_major(x.resolve_conj().resolve_neg()).view(x.dtype)
         return x.astype(x.dtype.newbyteorder("=")) if isinstance(x, np.ndarray) else x
@@ -296,7 +293,7 @@ def _arrived(value: Any) -> Any:
     return mapped(leaf, value)
 
 
-def _merged(values: Sequence[Any], dim: int) -> Any:
+def _merged(values, dim):
     """What concat makes of the structures of all ranks."""
     first = values[0]
     if isinstance(first, Tensor):
@@ -310,10 +307,10 @@ def _merged(values: Sequence[Any], dim: int) -> Any:
         return [_arrived(value) for value in values]
     if isinstance(first, dict):
         return with_parts(first, [_merged([value[key] for value in values], dim) for key in first])
-    return with_parts(first, [_merged(alike, dim) for alike in zip(*map(parts_of, values), strict=True)])  # type: ignore[arg-type]
+    return with_parts(first, [_merged(alike, dim) for alike in zip(*map(parts_of, values), strict=True)])
 
 
-def _cut(value: Any, dim: int, counts: Any, size: int, rank: int) -> Any:
+def _cut(value, dim, counts, size, rank):
     """What split gives a rank of a structure."""
     if isinstance(value, (Tensor, np.ndarray, list)):
         extent = len(value) if isinstance(value, list) else value.shape[dim]
@@ -330,7 +327,7 @@ def _cut(value: Any, dim: int, counts: Any, size: int, rank: int) -> Any:
     return with_parts(value, [_cut(item, dim, counts, size, rank) for item in parts])
 
 
-def _structured(world: hd.World, case: Any) -> str | None:
+def _structured(world, case):
     rank, size, root, dim = world.rank, world.world_size, case.root, case.dim
     is_split = case.verb == "split"
     tree = case.trees[rank] if not is_split else case.trees[0] if rank == root else None
@@ -349,11 +346,11 @@ def _structured(world: hd.World, case: Any) -> str | None:
 # --- send, recv ------------------------------------------------------------------------------------------------------
 
 
-def _ring(world: hd.World, case: Any) -> str | None:
+def _ring(world, case):
     rank, size = world.rank, world.world_size
     dest, source = (rank + case.shift) % size, (rank - case.shift) % size
-    sent: list[hd.Handle[None]] = []
-    problem: str | None = None
+    sent = []
+    problem = None
     try:
         for trees, tag in zip(case.trees, case.tags, strict=True):
             sent.append(hd.isend(made(trees[rank]), dest, tag))
@@ -364,7 +361,7 @@ def _ring(world: hd.World, case: Any) -> str | None:
             hd.recv(source)
         return problem
     receive = hd.irecv if case.async_op else hd.recv
-    arrivals: list[tuple[int, Any]] = []
+    arrivals = []
     for message in case.order:
         from_, tag = None if case.anyone else source, None if case.any_tag else case.tags[message]
         try:
@@ -384,17 +381,17 @@ def _ring(world: hd.World, case: Any) -> str | None:
     return problem
 
 
-def test_tensors(world: hd.World, seed: Seed) -> None:
+def test_tensors(world, seed):
     _try(world, transfers(world.world_size), _transfer, seed, 450, 150)
 
 
-def test_redistribute(world: hd.World, seed: Seed) -> None:
+def test_redistribute(world, seed):
     _try(world, redistributions(world.world_size), _redistribution, seed, 450, 150)
 
 
-def test_structures(world: hd.World, seed: Seed) -> None:
+def test_structures(world, seed):
     _try(world, structures(world.world_size), _structured, seed, 350, 120)
 
 
-def test_send_and_receive(world: hd.World, seed: Seed) -> None:
+def test_send_and_receive(world, seed):
     _try(world, rings(world.world_size), _ring, seed, 250, 80)

@@ -1,16 +1,12 @@
 """redistribute: what test_property.py, which goes from any layout to any layout, does not draw; errors."""
 
-from __future__ import annotations
-
 import itertools
 import re
-from typing import Any
 
 import pytest
 import torch
 from cases import whole_of
 from collective import Findings, raises_on_all_ranks
-from torch import Tensor
 
 import hpcdist as hd
 from hpcdist.comm import mpi
@@ -19,13 +15,13 @@ from hpcdist.tensors import dtensor
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
 
 
-def _part(whole: Tensor, layout: hd.layout.Layout, rank: int, size: int) -> Tensor:
+def _part(whole, layout, rank, size):
     """A rank's part: by indexing with an index of every place, so that only the boxes themselves are believed."""
     box = layout.boxes(whole.shape, size)[rank]
     return whole[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
 
 
-def test_out_that_overlaps_x(world: hd.World) -> None:
+def test_out_that_overlaps_x(world):
     findings, size = Findings(world.comm), world.world_size
     whole = whole_of((size, size), torch.int32)
     memory = _part(whole, hd.Split(0), world.rank, size).clone()
@@ -34,12 +30,12 @@ def test_out_that_overlaps_x(world: hd.World) -> None:
     findings.settle()
 
 
-def test_what_is_sent_is_what_was_counted(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_sent_is_what_was_counted(world, monkeypatch):
     findings, size = Findings(world.comm), world.world_size
-    sent: list[int] = []
+    sent = []
     real = mpi.Mpi.alltoallv
 
-    def spy(self: Any, team: Any, send: Any, recv: Any, what: Any) -> None:
+    def spy(self, team, send, recv, what):
         sent.append(sum(what.sendcounts))
         real(self, team, send, recv, what)
 
@@ -51,7 +47,7 @@ def test_what_is_sent_is_what_was_counted(world: hd.World, monkeypatch: pytest.M
     findings.settle()
 
 
-def test_groups(world: hd.World) -> None:
+def test_groups(world):
     findings, size = Findings(world.comm), world.world_size
     comm = world.comm.Split(world.rank % 2, -world.rank)
     whole = whole_of((4, 3), torch.float32, salt=world.rank % 2)
@@ -96,7 +92,7 @@ def test_groups(world: hd.World) -> None:
         ),
     ],
 )
-def test_errors(world: hd.World, wrong: Any, told: str) -> None:
+def test_errors(world, wrong, told):
     """The same on all ranks, before anything moves, and the next call succeeds."""
     x = torch.ones(2, 9)
     args = dict(zip(("x", "src", "dst", "out"), wrong(world, x), strict=False))
@@ -108,7 +104,7 @@ def test_errors(world: hd.World, wrong: Any, told: str) -> None:
     findings.settle()
 
 
-def test_dtensor_has_what_its_layout_says(world: hd.World) -> None:
+def test_dtensor_has_what_its_layout_says(world):
     """Uneven shards too, and a dimension that is cut twice."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -129,7 +125,7 @@ def test_dtensor_has_what_its_layout_says(world: hd.World) -> None:
     findings.settle()
 
 
-def test_a_plan_is_remembered_for_its_own_layouts(world: hd.World) -> None:
+def test_a_plan_is_remembered_for_its_own_layouts(world):
     """The same shapes and the same goal, from boxes that lie in another order."""
     findings, size = Findings(world.comm), world.world_size
     whole = whole_of((2 * size, 3), torch.int32)
@@ -141,7 +137,7 @@ def test_a_plan_is_remembered_for_its_own_layouts(world: hd.World) -> None:
     findings.settle()
 
 
-def test_what_one_rank_alone_has_forgotten(world: hd.World) -> None:
+def test_what_one_rank_alone_has_forgotten(world):
     """The small calls that it remembers, as after a mistake of its own; the others remember theirs."""
     team, findings = world._context.team, Findings(world.comm)
     x = torch.arange(4) + 10 * world.rank

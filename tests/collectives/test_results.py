@@ -1,13 +1,9 @@
 """Results for which there is no memory: the same error on all ranks before data move, and the job goes on."""
 
-from __future__ import annotations
-
 import gc
 import resource
-from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,13 +17,13 @@ pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture(autouse=True)
-def low(monkeypatch: pytest.MonkeyPatch) -> None:
+def low(monkeypatch):
     """All results are large."""
     monkeypatch.setattr(results, "LARGE", 0)
     monkeypatch.setattr(results, "AGREED", 0)
 
 
-CALLS: dict[str, Any] = {
+CALLS = {
     "concat": lambda x, rank, plan: hd.concat(x),
     "gather": lambda x, rank, plan: hd.gather(x, root=0),
     "split": lambda x, rank, plan: hd.split(x if rank == 0 else None),
@@ -40,9 +36,7 @@ CALLS: dict[str, Any] = {
 
 @pytest.mark.parametrize("limits", [(999, 10**9), (10**9, 999)], ids=["its own", "its node's"])
 @pytest.mark.parametrize("verb", CALLS)
-def test_more_than_there_is(
-    world: hd.World, verb: str, limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_than_there_is(world, verb, limits, monkeypatch):
     findings = Findings(world.comm)
     x = torch.full((100 * world.world_size, 10), world.rank, dtype=torch.uint8)
     plan = hd.plan(hd.redistribute, x, hd.Split(0), hd.Replicate())
@@ -57,7 +51,7 @@ def test_more_than_there_is(
 
 
 @contextmanager
-def less_than(nbytes: int) -> Iterator[None]:
+def less_than(nbytes):
     """A context in which this process can have no more memory than `nbytes`, as after ``ulimit -v``."""
     gc.collect()  # what an error of before still holds
     hd.memory.empty_cache()
@@ -71,7 +65,7 @@ def less_than(nbytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("verb", [*CALLS, "columns", "parts of structures"])
-def test_memory_that_one_rank_cannot_have(world: hd.World, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_one_rank_cannot_have(world, verb, monkeypatch):
     monkeypatch.undo()  # the limits are as they are
     findings, last = Findings(world.comm), world.world_size - 1
     calls = CALLS | {
@@ -95,7 +89,7 @@ def test_memory_that_one_rank_cannot_have(world: hd.World, verb: str, monkeypatc
     findings.settle()
 
 
-def test_what_a_host_has(world: hd.World) -> None:
+def test_what_a_host_has(world):
     findings = Findings(world.comm)
     findings.check(world.settings.memory == (host_memory.capacity(),) * world.world_size, world.settings.memory)
     own, host = host_memory.capacity()

@@ -1,7 +1,5 @@
 """A call like an earlier one computes less again; the data of small calls travel behind the headers."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -22,7 +20,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
 
 
 @pytest.mark.parametrize("case", EXTENTS)
-def test_again_and_again_with_other_values(case: str, world: hd.World) -> None:
+def test_again_and_again_with_other_values(case, world):
     """Every dtype and dim, the same call three times: what was kept of the first is not its data."""
     battery = Battery(world)
     extents = extents_of(case, world.world_size)
@@ -32,7 +30,7 @@ def test_again_and_again_with_other_values(case: str, world: hd.World) -> None:
     battery.findings.settle()
 
 
-def test_around_the_capacity(world: hd.World) -> None:
+def test_around_the_capacity(world):
     """Of some ranks the data fit, of others they do not."""
     battery, most = Battery(world), world._context.team.inline
     for nbytes, step, salt in itertools.product((most - 1, most, most + 1), (-1, 0, 1), range(2)):
@@ -42,7 +40,7 @@ def test_around_the_capacity(world: hd.World) -> None:
 
 
 @pytest.mark.parametrize("columns", [1, 300])
-def test_extents_that_change_on_one_rank_alone(columns: int, world: hd.World) -> None:
+def test_extents_that_change_on_one_rank_alone(columns, world):
     """The others repeat their call, and find that it is not the same; also where the data are too large for headers."""
     battery = Battery(world)
     for turn in (0, 0, 1, 2, 2, 0, 100, 100, 0, 100, 0):
@@ -53,7 +51,7 @@ def test_extents_that_change_on_one_rank_alone(columns: int, world: hd.World) ->
 
 
 @pytest.mark.parametrize("given", ["all", "one", "turns"])
-def test_into_memory_of_the_callers(given: str, world: hd.World) -> None:
+def test_into_memory_of_the_callers(given, world):
     """On all ranks or on one of them, in turns with new memory; once it is strided, once `x` is a part of it."""
     findings, rank, size = Findings(world.comm), world.rank, world.world_size
     extents = tuple(rank + 1 for rank in range(size))
@@ -77,7 +75,7 @@ def test_into_memory_of_the_callers(given: str, world: hd.World) -> None:
     findings.settle()
 
 
-def test_counts_that_change_in_place(world: hd.World) -> None:
+def test_counts_that_change_in_place(world):
     """The same tensors or objects as before are other numbers now."""
     size, findings = world.world_size, Findings(world.comm)
     whole, tensor = torch.arange(size), torch.ones(size, dtype=torch.int64)
@@ -93,7 +91,7 @@ def test_counts_that_change_in_place(world: hd.World) -> None:
     findings.settle()
 
 
-def test_mistakes_between_repeated_calls(world: hd.World) -> None:
+def test_mistakes_between_repeated_calls(world):
     last = world.world_size - 1
     x = torch.arange(2) + 10 * world.rank
     expected = torch.cat([torch.arange(2) + 10 * rank for rank in range(world.world_size)])
@@ -114,7 +112,7 @@ def test_mistakes_between_repeated_calls(world: hd.World) -> None:
         raises_on_all_ranks(world.comm, hd.RankError, lambda dim=dim: hd.concat(x[:, None], dim))
 
 
-def test_other_calls_between_repeated_calls(world: hd.World) -> None:
+def test_other_calls_between_repeated_calls(world):
     """With a gradient that one rank needs, in the background, planned."""
     size, findings = world.world_size, Findings(world.comm)
     x, expected = torch.full((2,), float(world.rank)), torch.arange(float(size)).repeat_interleave(2)
@@ -132,7 +130,7 @@ def test_other_calls_between_repeated_calls(world: hd.World) -> None:
     findings.settle()
 
 
-def test_what_is_remembered_is_bounded(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_remembered_is_bounded(world, monkeypatch):
     """And what is forgotten is made again."""
     monkeypatch.setattr(run, "_MOST", 5)
     team = world._context.team
@@ -145,7 +143,7 @@ def test_what_is_remembered_is_bounded(world: hd.World, monkeypatch: pytest.Monk
     assert_on_all_ranks(world.comm, 0 < len(team.repeats) <= 5 and len(team.plans) <= 64, len(team.plans))
 
 
-def test_the_headers_of_many_ranks_stay_small() -> None:
+def test_the_headers_of_many_ranks_stay_small():
     for size in (1, 2, 4096, 16384, 10**6):
         assert size * (HEADER + inline_capacity(size)) <= max(limits.HEADERS, HEADER * size)
     assert (
@@ -157,13 +155,13 @@ def test_the_headers_of_many_ranks_stay_small() -> None:
 
 
 @pytest.mark.parametrize("n", [3, 300])
-def test_repeated_calls_are_known(n: int, world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_calls_are_known(n, world, monkeypatch):
     """Also with out and counts, and where it was another rank whose extent changed once."""
     size, last, team = world.world_size, world.world_size - 1, world._context.team
     team.repeats.clear(), team.plans.clear()  # as when there are too many
     x, out, part = torch.arange(n), torch.empty(n * size, dtype=torch.int64), torch.empty(n)
 
-    def call() -> None:
+    def call():
         out.fill_(-1), part.fill_(-1)
         hd.concat(x, out=out)
         hd.gather(x)
@@ -173,7 +171,7 @@ def test_repeated_calls_are_known(n: int, world: hd.World, monkeypatch: pytest.M
         assert_on_all_ranks(world.comm, len(whole) == 2 * last + 3)
         assert_on_all_ranks(world.comm, torch.equal(out, x.repeat(size)) and torch.equal(part, torch.ones(n)))
 
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise AssertionError("the call was not known")
 
     hd.concat(torch.ones(2))

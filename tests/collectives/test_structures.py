@@ -1,7 +1,5 @@
 """gather, concat and split of structures: what test_property.py does not draw, and what is refused."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,7 +27,7 @@ class Batch:
     ids: Any
 
 
-def test_keys_that_look_alike(world: hd.World) -> None:
+def test_keys_that_look_alike(world):
     """Names as long as those of a model's state, and keys whose text is the same."""
     name = "transformer.encoder.layers.0.self_attn.in_proj_"
     keys = [f"{name}weight", f"{name}bias", 1, "1"]
@@ -37,14 +35,14 @@ def test_keys_that_look_alike(world: hd.World) -> None:
     assert_on_all_ranks(world.comm, [x[-1] for x in got.values()] == [0, 1, 2, 3], got)
 
 
-def test_split_where_every_rank_has_the_whole(world: hd.World) -> None:
+def test_split_where_every_rank_has_the_whole(world):
     rank, x = world.rank, whole_of((2 * world.world_size, 3), torch.int32)
     got = hd.split({"x": x, "l": list(range(world.world_size)), "n": "all"}, root=None)
     right = same_bits(got["x"], x[2 * rank :][:2]) and (got["l"], got["n"]) == ([rank], "all")
     assert_on_all_ranks(world.comm, right and got["x"].data_ptr() == x[2 * rank :].data_ptr(), got)
 
 
-def test_packed_sequences(world: hd.World) -> None:
+def test_packed_sequences(world):
     """Joined or cut field by field they would be garbage; sent, and in lists, they stay as they are."""
     rank, size = world.rank, world.world_size
     packed = torch.nn.utils.rnn.pack_sequence([torch.full((n,), float(rank)) for n in (3, 2)])
@@ -71,7 +69,7 @@ def test_packed_sequences(world: hd.World) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_would_lose_more_than_it_keeps(world: hd.World) -> None:
+def test_what_would_lose_more_than_it_keeps(world):
     """A mask, a class: refused on all ranks, though one alone has it; and the job goes on."""
     last = world.world_size - 1
     for value in (
@@ -86,7 +84,7 @@ def test_what_would_lose_more_than_it_keeps(world: hd.World) -> None:
         assert hd.concat([1]) == [1] * world.world_size
 
 
-def test_more_than_a_host_can_have(world: hd.World) -> None:
+def test_more_than_a_host_can_have(world):
     """A tensor that is larger than its memory: the same error everywhere, and the job goes on."""
     huge = torch.ones(1).expand(2**46)
     for step in (
@@ -98,7 +96,7 @@ def test_more_than_a_host_can_have(world: hd.World) -> None:
         assert_on_all_ranks(world.comm, right and hd.concat([1]) == [1] * world.world_size, error)
 
 
-def test_pickles_if_all_allow_them(world: hd.World) -> None:
+def test_pickles_if_all_allow_them(world):
     size = world.world_size
     got = hd.concat([{world.rank}], allow_pickle=True)
     mine = hd.split([{1}] * size if world.rank == 0 else None, allow_pickle=True)
@@ -133,7 +131,7 @@ def test_pickles_if_all_allow_them(world: hd.World) -> None:
         (lambda r: {(1, r): 0}, r"the keys \[\(1, 0\)\]"),
     ],
 )
-def test_structures_that_differ(world: hd.World, make: Any, told: str) -> None:
+def test_structures_that_differ(world, make, told):
     error = raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.concat(make(world.rank)))
     findings = Findings(world.comm)
     findings.check(0 not in error.problems and re.search(told, str(error)), f"expected {told!r} in {error}")
@@ -146,10 +144,10 @@ class Point(NamedTuple):
     y: Any
 
 
-def test_wrong_arguments(world: hd.World) -> None:
+def test_wrong_arguments(world):
     findings = Findings(world.comm)
-    mine: Any = {"a": torch.ones(2)} if world.rank == 0 else None
-    wrong: list[tuple[Any, str]] = [
+    mine = {"a": torch.ones(2)} if world.rank == 0 else None
+    wrong = [
         (lambda: hd.concat([1], out=torch.ones(1)), "out is given, but x is not a tensor"),
         (lambda: hd.concat({"a": torch.ones(2)}, 1), r"dim is 1, expected -1 to 0 for x\['a'\]"),
         (lambda: hd.split(mine, 1), r"x\['a'\] has no dim 1"),
@@ -157,7 +155,7 @@ def test_wrong_arguments(world: hd.World) -> None:
         (lambda: hd.split({1} if world.rank == 0 else None), "x is a builtins.set"),
         (lambda: hd.concat([1], route="tcp"), "route is 'tcp'"),
         (lambda: hd.gather([1], root=world.world_size), "root is"),
-        (lambda: hd.concat([1], "0"), "dim must be an int"),  # type: ignore[arg-type]
+        (lambda: hd.concat([1], "0"), "dim must be an int"),
     ]
     for step, told in wrong:
         error = raises_on_all_ranks(world.comm, hd.RankError, step)
@@ -166,13 +164,13 @@ def test_wrong_arguments(world: hd.World) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_class_that_one_rank_does_not_know(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_that_one_rank_does_not_know(world, monkeypatch):
     """The same error everywhere, before the data move."""
     mine = hd.concat([Point(1, world.rank)])
     assert mine == [Point(1, rank) for rank in range(world.world_size)]
     if world.rank == 1:
 
-        def unknown(name: str) -> type:
+        def unknown(name):
             raise TypeError(f"{name} is no dataclass")
 
         monkeypatch.setattr(structures, "find_class", unknown)

@@ -1,17 +1,11 @@
 """What torch does around a call: versions of tensors, tracing, compilation, transforms, default devices and dtypes."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
 from types import FunctionType
-from typing import Any
 
 import pytest
 import torch
 from cases import load, whole_of
 from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -24,7 +18,7 @@ from hpcdist.tensors.storage import BARE, copyable
 # --- what is written into a caller's tensor --------------------------------------------------------------------------
 
 
-def _into(world: hd.World, folder: Path) -> dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...]]]:
+def _into(world, folder):
     """What writes into a caller's tensor: (the call with that as its out, the shape of the result on this rank)."""
     x, rows, rank = torch.ones(2), hd.Split(0), world.rank
     all_ = (2 * world.world_size,)
@@ -46,7 +40,7 @@ def _into(world: hd.World, folder: Path) -> dict[str, tuple[Callable[[Tensor], A
 
 
 @pytest.mark.mpi
-def test_what_autograd_knows_of_out(world: hd.World, folder: Path) -> None:
+def test_what_autograd_knows_of_out(world, folder):
     """As after an in-place operation of torch's, though MPI, gloo or the reading of a file has written: a backward pass
     that needs the old values fails. One that requires a gradient is refused as torch.cat(out=) refuses it, and
     untouched; it is written where no graph is kept."""
@@ -80,24 +74,24 @@ def test_what_autograd_knows_of_out(world: hd.World, folder: Path) -> None:
 class _Elsewhere:
     """A default device on which nothing is kept, and another default dtype, as torch.set_default_device sets them."""
 
-    def __enter__(self) -> None:
+    def __enter__(self):
         self._device = torch.device("meta")
         self._device.__enter__()
         torch.set_default_dtype(torch.float64)
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         torch.set_default_dtype(torch.float32)
         self._device.__exit__(*error)
 
 
-def _host(*shape: int, start: int = 0) -> Tensor:
+def _host(*shape, start=0):
     count = torch.Size(shape).numel()
     return torch.arange(start, start + count, dtype=torch.float32, device="cpu").view(shape)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("route", ["mpi", "gloo", "hdf5"])
-def test_verbs_do_not_depend_on_the_default_device_and_dtype(world: hd.World, route: str) -> None:
+def test_verbs_do_not_depend_on_the_default_device_and_dtype(world, route):
     findings, rank, size = Findings(world.comm), world.rank, world.world_size
     x, large, whole = _host(3, 2, start=6 * rank), _host(3, 70_000), _host(3 * size, 2)
     by_column = torch.cat([_host(3, 2, start=6 * r) for r in range(size)], 1)
@@ -128,10 +122,10 @@ def test_verbs_do_not_depend_on_the_default_device_and_dtype(world: hd.World, ro
 # --- tracers and transforms, which see the operations of torch alone -------------------------------------------------
 
 
-def _within(x: Tensor) -> dict[str, Callable[[Callable[[Tensor], Any]], Any]]:
+def _within(x):
     """What records, or transforms, a function of `x` instead of running it."""
 
-    def fake(f: Callable[[Tensor], Any]) -> Any:
+    def fake(f):
         with FakeTensorMode():
             return f(x)
 
@@ -151,23 +145,23 @@ def _within(x: Tensor) -> dict[str, Callable[[Callable[[Tensor], Any]], Any]]:
 
 
 class _Module(torch.nn.Module):
-    def __init__(self, f: Callable[[Tensor], Any]) -> None:
+    def __init__(self, f):
         super().__init__()
         self.f = f
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         return self.f(x)
 
 
 @pytest.mark.mpi
 @pytest.mark.filterwarnings("ignore")
-def test_what_cannot_be_traced_is_refused_on_all_ranks(world: hd.World, folder: Path) -> None:
+def test_what_cannot_be_traced_is_refused_on_all_ranks(world, folder):
     """Else the graph would return memory that nobody has written, or the values of the first run for ever."""
     findings, rank, size = Findings(world.comm), world.rank, world.world_size
     x, path = torch.ones(4, 2), folder / "x.h5"
     plan = hd.plan(hd.redistribute, x, hd.Split(0), hd.Replicate())
     hd.staging.save(path, x)
-    refused: dict[str, tuple[type[Exception], Callable[[Tensor], Any]]] = {
+    refused = {
         "concat": (hd.RankError, hd.concat),
         "in the background": (hd.RankError, lambda x: hd.concat(x, async_op=True).wait(60)),
         "a structure": (hd.RankError, lambda x: hd.gather({"x": x}, allow_pickle=True)),
@@ -187,7 +181,7 @@ def test_what_cannot_be_traced_is_refused_on_all_ranks(world: hd.World, folder: 
             if mode not in ("make_fx", "vmap") and name not in ("concat", "recv"):
                 continue
             try:
-                got: object = within(call)
+                got = within(call)
             except Exception as error:
                 got = error
             right = isinstance(got, kind) and "cannot be traced or transformed: call it outside of" in str(got)
@@ -201,7 +195,7 @@ def test_what_cannot_be_traced_is_refused_on_all_ranks(world: hd.World, folder: 
 
 
 @pytest.mark.mpi
-def test_a_tangent_of_forward_mode_is_refused(world: hd.World) -> None:
+def test_a_tangent_of_forward_mode_is_refused(world):
     """It would be lost. Where there is none, the mode does not matter."""
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(torch.ones(2), torch.ones(2))
@@ -215,14 +209,14 @@ def test_a_tangent_of_forward_mode_is_refused(world: hd.World) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.filterwarnings("ignore")
-def test_a_batch_of_gradients_is_an_error(world: hd.World) -> None:
+def test_a_batch_of_gradients_is_an_error(world):
     """Of jacobian(vectorize=True), grad(is_grads_batched=True) and torch.vmap of grad; of one rank alone, on all."""
     x = torch.arange(6.0).view(3, 2) + world.rank
     leaf = x.clone().requires_grad_()
     whole = hd.concat(2 * leaf)
     rows, last = torch.eye(whole.numel()).view(-1, *whole.shape), world.rank == world.world_size - 1
 
-    def grad(row: torch.Tensor, **options: Any) -> torch.Tensor:
+    def grad(row, **options):
         return torch.autograd.grad(whole, leaf, row, retain_graph=True, **options)[0]
 
     for batched in (lambda: grad(rows, is_grads_batched=True), lambda: torch.vmap(grad)(rows)):
@@ -233,12 +227,12 @@ def test_a_batch_of_gradients_is_an_error(world: hd.World) -> None:
 
 
 @pytest.mark.mpi
-def test_a_gradient_of_a_gradient_is_an_error(world: hd.World) -> None:
+def test_a_gradient_of_a_gradient_is_an_error(world):
     """However it is asked for: torch would give zeros to some of these. One rank alone may ask for it."""
     x = torch.ones(2, requires_grad=True)
     last = world.rank == world.world_size - 1
 
-    def squares(x: torch.Tensor) -> torch.Tensor:
+    def squares(x):
         return (hd.concat(x) ** 2).sum()
 
     for what in (
@@ -257,7 +251,7 @@ def test_a_gradient_of_a_gradient_is_an_error(world: hd.World) -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e8m0fnu, torch.complex32], ids=str)
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_gradients_of_dtypes_that_torch_cannot_add(world: hd.World, dtype: torch.dtype) -> None:
+def test_gradients_of_dtypes_that_torch_cannot_add(world, dtype):
     findings, wide = Findings(world.comm), torch.complex64 if dtype.is_complex else torch.float32
     for verb in (hd.concat, lambda x: hd.redistribute(x, hd.Split(0), hd.Replicate())):
         x = torch.ones(3).to(dtype).requires_grad_()
@@ -270,7 +264,7 @@ def test_gradients_of_dtypes_that_torch_cannot_add(world: hd.World, dtype: torch
 # --- torch.compile ---------------------------------------------------------------------------------------------------
 
 
-def test_no_public_function_is_compiled() -> None:
+def test_no_public_function_is_compiled():
     public = [getattr(hd, name) for name in hd.__all__] + [getattr(hd.staging, name) for name in hd.staging.__all__]
     functions = [item for item in public if isinstance(item, FunctionType)]
     functions += [hd.Plan.__call__, hd.Handle.wait, hd.Handle.done, hd.World.finalize, hd.World.__exit__]
@@ -282,7 +276,7 @@ def test_no_public_function_is_compiled() -> None:
 @pytest.mark.mpi
 @pytest.mark.once
 @pytest.mark.filterwarnings("ignore")
-def test_within_a_compiled_function(world: hd.World, folder: Path) -> None:
+def test_within_a_compiled_function(world, folder):
     """Each call breaks the graph, and runs as it is: nothing of hpcdist is compiled."""
     from torch._dynamo.exc import Unsupported  # which takes seconds
 
@@ -292,12 +286,12 @@ def test_within_a_compiled_function(world: hd.World, folder: Path) -> None:
     plan = hd.plan(hd.redistribute, x, hd.Split(0), hd.Replicate())
     out = torch.empty(3 * size)
 
-    def through_a_file(x: Tensor) -> Tensor:
+    def through_a_file(x):
         hd.staging.save(path, x)
         with hd.staging.open(path) as file:
             return file.read("data") + 0 * hd.staging.load(path).sum()
 
-    def passed_on(x: Tensor) -> Tensor:
+    def passed_on(x):
         handle = hd.isend({"x": x}, after)
         got = hd.recv(before)["x"]
         handle.wait(60)
@@ -307,12 +301,12 @@ def test_within_a_compiled_function(world: hd.World, folder: Path) -> None:
 
     graphs = []
 
-    def backend(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    def backend(module, inputs):
         graphs.append(module.graph)
         return module.forward
 
     whole = torch.arange(3.0 * size)
-    calls: dict[str, tuple[Callable[[Tensor], Any], Tensor]] = {
+    calls = {
         "concat": (hd.concat, whole),
         "in the background, out": (lambda x: hd.concat(x, out=out, async_op=True).wait(60), whole),
         "a structure": (lambda x: hd.concat({"x": x, "n": 1})["x"], whole),
@@ -342,13 +336,13 @@ def test_within_a_compiled_function(world: hd.World, folder: Path) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("dtype", sorted(BARE, key=str)[::6], ids=str)
-def test_commands_on_dtypes_that_torch_cannot_copy(world: hd.World, folder: Path, dtype: torch.dtype) -> None:
+def test_commands_on_dtypes_that_torch_cannot_copy(world, folder, dtype):
     """Which only HDF5 files hold, as raw bits: streamed to one file and to copies, and in memory; along both dims."""
     findings, x = Findings(world.comm), whole_of((6, 5), dtype)
     hd.staging.save(folder / "a.h5", x, dim=None)
     hd.staging.save(folder / "b.h5", x, dim=None)
 
-    def run(verb: str, *words: object) -> None:
+    def run(verb, *words):
         told = ["--verify", "--dim", str(dim), *map(str, words), str(folder / "[ab].h5")]
         findings.check(not arrays.join_main(world, arrays.parser(verb).parse_args(told)), told)
 

@@ -1,10 +1,6 @@
 """gather, concat and split on every route against plain indexing of one whole tensor; test_property.py draws more."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +9,6 @@ import torch.distributed as dist
 from cases import DTYPES, EXTENTS, STRIDES, Index, copy_of, extents_of, part, same_bits, strides_for, whole_of
 from collective import Battery, Findings, assert_on_all_ranks, raises_on_all_ranks
 from mpi4py import MPI
-from torch import Tensor
 
 import hpcdist as hd
 
@@ -24,7 +19,7 @@ SHAPES = [(1,), (1, 3), (2, 1, 3), (2, 3, 1, 2)]  # the extent along dim is put 
 Group = dist.ProcessGroup | MPI.Comm | None
 
 
-def _shapes(extent: int) -> Iterator[tuple[tuple[int, ...], int]]:
+def _shapes(extent):
     """The shape of a whole tensor of 1 to 4 dims, and each dim; in turns counted from the front and from the back."""
     turns = 0
     for shape in SHAPES:
@@ -35,7 +30,7 @@ def _shapes(extent: int) -> Iterator[tuple[tuple[int, ...], int]]:
 
 @pytest.mark.parametrize("case", EXTENTS)
 @pytest.mark.parametrize("route", [*ROUTES, "hdf5"])
-def test_every_shape_dim_and_root(world: hd.World, route: str, case: str) -> None:
+def test_every_shape_dim_and_root(world, route, case):
     """1-d to 4-d, each dim from the front and the back, each root; the dtypes and their strides take turns."""
     extents, size = extents_of(case, world.world_size), world.world_size
     battery, dtypes = Battery(world, route=route), itertools.cycle(DTYPES)
@@ -50,15 +45,15 @@ def test_every_shape_dim_and_root(world: hd.World, route: str, case: str) -> Non
     battery.findings.settle()
 
 
-def test_integers_of_other_libraries(world: hd.World) -> None:
+def test_integers_of_other_libraries(world):
     """dim, root and counts; of tensors and structures."""
     findings, last, extents = Findings(world.comm), world.world_size - 1, extents_of("ragged", world.world_size)
     whole = whole_of((2, sum(extents)), torch.int32)
     x = part(whole, 1, extents, world.rank)
     for dim, root in ((np.int32(1), np.int64(last)), (Index(-1), Index(last))):
-        for got in (hd.gather(x, dim, root), (hd.gather({"x": x}, dim, root) or {"x": None})["x"]):  # type: ignore[arg-type]
-            findings.check(got is None if world.rank != last else same_bits(got, whole), got)  # type: ignore[arg-type]
-        mine = hd.split(whole if world.rank == last else None, dim, root, np.array(extents))  # type: ignore[arg-type]
+        for got in (hd.gather(x, dim, root), (hd.gather({"x": x}, dim, root) or {"x": None})["x"]):
+            findings.check(got is None if world.rank != last else same_bits(got, whole), got)
+        mine = hd.split(whole if world.rank == last else None, dim, root, np.array(extents))
         findings.same(mine, x, "split")
     findings.settle()
 
@@ -74,7 +69,7 @@ def test_integers_of_other_libraries(world: hd.World) -> None:
         (torch.zeros(3), {"out": torch.zeros(1)}, "with root=None each part is a view of x"),
     ],
 )
-def test_split_where_every_rank_has_the_whole(world: hd.World, x: Any, options: dict[str, Any], told: str) -> None:
+def test_split_where_every_rank_has_the_whole(world, x, options, told):
     """Nothing is communicated, neither by a call that only rank 0 makes, nor by one that is wrong."""
     if world.rank == 0:
         assert hd.split(torch.arange(world.world_size), root=None).tolist() == [0]
@@ -87,7 +82,7 @@ def test_split_where_every_rank_has_the_whole(world: hd.World, x: Any, options: 
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("case", ["ragged", "all on one rank"])
-def test_x_is_the_part_of_out_where_it_belongs(world: hd.World, route: str, case: str) -> None:
+def test_x_is_the_part_of_out_where_it_belongs(world, route, case):
     """In place, as MPI_IN_PLACE would do it; whatever the order of out's strides."""
     findings, extents = Findings(world.comm), extents_of(case, world.world_size)
     for (shape, dim), name in zip(_shapes(sum(extents)), itertools.cycle(("contiguous", "transposed", "stepped"))):
@@ -112,7 +107,7 @@ def test_x_is_the_part_of_out_where_it_belongs(world: hd.World, route: str, case
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("view", [lambda x: x, lambda x: torch.from_numpy(x.numpy())], ids=["torch", "numpy"])
-def test_x_is_another_part_of_out(world: hd.World, route: str, view: Callable[[Tensor], Tensor]) -> None:
+def test_x_is_another_part_of_out(world, route, view):
     """It is overwritten while the result arrives, but what arrives are its old values. Numpy's view of a tensor becomes
     a storage of its own over the same memory."""
     findings, size, rows = Findings(world.comm), world.world_size, 5000
@@ -134,10 +129,10 @@ def test_x_is_another_part_of_out(world: hd.World, route: str, view: Callable[[T
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_results_own_their_memory(world: hd.World, route: str) -> None:
+def test_results_own_their_memory(world, route):
     """Writing a result changes neither x nor another result, and writing x does not change a result."""
     findings, extents = Findings(world.comm), extents_of("ragged", world.world_size)
-    verbs: dict[str, Callable[[Tensor, int], Tensor | None]] = {
+    verbs = {
         "gather": lambda x, dim: hd.gather(x, dim, route=route),
         "concat": lambda x, dim: hd.concat(x, dim, route=route),
         "split": lambda x, dim: hd.split(x if world.rank == 0 else None, dim, 0, extents, route=route),
@@ -164,7 +159,7 @@ def test_results_own_their_memory(world: hd.World, route: str) -> None:
 # --- groups ----------------------------------------------------------------------------------------------------------
 
 
-def _run_in(world: hd.World, route: str, group: Group, rank: int, size: int) -> None:
+def _run_in(world, route, group, rank, size):
     """What each rank of a group must get; a rank outside, which has rank -1, only hears the verdict."""
     battery = Battery(world, rank, route=route, group=group)
     for turn, case in enumerate(EXTENTS if rank >= 0 else ()):
@@ -177,7 +172,7 @@ def _run_in(world: hd.World, route: str, group: Group, rank: int, size: int) -> 
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_the_ranks_of_a_communicator(world: hd.World, route: str) -> None:
+def test_the_ranks_of_a_communicator(world, route):
     """Even and odd ranks at once; all in reverse, in the order of which the results are; one rank alone."""
     comms = [world.comm.Split(world.rank % 2, world.rank), world.comm.Split(0, -world.rank)]
     for comm in (*comms, MPI.COMM_SELF):
@@ -187,7 +182,7 @@ def test_the_ranks_of_a_communicator(world: hd.World, route: str) -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_the_ranks_of_a_torch_group(world: hd.World, route: str) -> None:
+def test_the_ranks_of_a_torch_group(world, route):
     """The last ranks, then the first ones; every rank makes both groups, as torch demands."""
     size = world.world_size
     for ranks in (list(range(size // 2, size)), list(range(size // 2 + 1))):
@@ -195,13 +190,13 @@ def test_the_ranks_of_a_torch_group(world: hd.World, route: str) -> None:
         _run_in(world, route, group, ranks.index(world.rank) if world.rank in ranks else -1, len(ranks))
 
 
-def test_groups_of_the_whole_world(world: hd.World) -> None:
+def test_groups_of_the_whole_world(world):
     for group in (None, MPI.COMM_WORLD, world.comm, dist.group.WORLD, world.group):
         _run_in(world, "auto", group, world.rank, world.world_size)
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_groups_in_turns(world: hd.World, route: str) -> None:
+def test_groups_in_turns(world, route):
     """Overlapping groups, whose calls alternate, do not meet each other's messages."""
     findings, size = Findings(world.comm), world.world_size
     half, backwards = world.comm.Split(world.rank % 2, world.rank), world.comm.Split(0, -world.rank)
@@ -216,7 +211,7 @@ def test_groups_in_turns(world: hd.World, route: str) -> None:
 
 
 @pytest.mark.parametrize("group", [5, "world", [0, 1], object()], ids=str)
-def test_what_is_no_group(world: hd.World, group: Any) -> None:
+def test_what_is_no_group(world, group):
     x = torch.zeros(2)
     for verb in (hd.gather, hd.concat, hd.split):
         error = raises_on_all_ranks(world.comm, TypeError, lambda verb=verb: verb(x, group=group), same_text=False)
@@ -225,16 +220,16 @@ def test_what_is_no_group(world: hd.World, group: Any) -> None:
     assert_on_all_ranks(world.comm, hd.concat(x).shape == (2 * world.world_size,), "the next call")
 
 
-def test_a_rank_outside_the_group(world: hd.World) -> None:
+def test_a_rank_outside_the_group(world):
     """COMM_NULL and torch's counterpart: told on that rank alone; the others can go on without it."""
     x, inside = torch.zeros(2), world.rank == 0
     comm, group = world.comm.Split(0 if inside else MPI.UNDEFINED), dist.new_group([0])
     findings = Findings(world.comm)
     for passed in (comm, MPI.COMM_SELF if inside else MPI.COMM_NULL, group):
         try:
-            result: object = hd.concat(x, group=passed)
+            result = hd.concat(x, group=passed)
         except ValueError as error:
             result = str(error)
-        right = torch.equal(result, x) if inside else f"rank {world.rank} of the world is not in" in str(result)  # type: ignore[arg-type]
+        right = torch.equal(result, x) if inside else f"rank {world.rank} of the world is not in" in str(result)
         findings.check(right, result)
     findings.settle()

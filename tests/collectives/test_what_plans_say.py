@@ -1,10 +1,5 @@
 """What a plan says, against what the calls then do: spies on the operations of routes, and the results' memory."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
 import torch
 from collective import Findings, assert_on_all_ranks, change_settings
@@ -31,14 +26,14 @@ SPIED = [  # what moves data: (class, method, what a plan calls it)
 
 
 @pytest.fixture
-def moves(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def moves(monkeypatch):
     """The operations of routes that have been called, the innermost last."""
-    found: list[str] = []
+    found = []
 
-    def spy(cls: type, name: str, told: str) -> None:
+    def spy(cls, name, told):
         original = getattr(cls, name)
 
-        def spied(*args: Any) -> Any:
+        def spied(*args):
             found.append(told)
             return original(*args)
 
@@ -54,7 +49,7 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def _calls(n: int, world: hd.World) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
+def _calls(n, world):
     x = torch.arange(n * 3, dtype=torch.float32).view(n, 3) + world.rank
     last = world.world_size - 1
     yield hd.concat, (x,)
@@ -65,7 +60,7 @@ def _calls(n: int, world: hd.World) -> Iterator[tuple[Callable[..., Any], tuple[
     yield hd.redistribute, (x, hd.Split(0), hd.Split(0))
 
 
-def _done(found: list[str], verb: Any, args: Any, **options: Any) -> list[str]:
+def _done(found, verb, args, **options):
     found.clear()
     verb(*args, **options)
     return list(found)
@@ -73,7 +68,7 @@ def _done(found: list[str], verb: Any, args: Any, **options: Any) -> list[str]:
 
 @pytest.mark.parametrize("route", ["auto", "mpi", "gloo", "hdf5"])
 @pytest.mark.parametrize("n", [SMALL, LARGE])
-def test_it_says_what_the_call_does(world: hd.World, moves: list[str], route: str, n: int) -> None:
+def test_it_says_what_the_call_does(world, moves, route, n):
     findings = Findings(world.comm)
     for verb, args in _calls(n, world):
         moves.clear()
@@ -95,14 +90,14 @@ def test_it_says_what_the_call_does(world: hd.World, moves: list[str], route: st
     findings.settle()
 
 
-def test_bytes_and_result(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_and_result(world, monkeypatch):
     """Of ragged shards: rank r has r + 1 rows of 12 bytes."""
     rank, size = world.rank, world.world_size
     x = torch.zeros(rank + 1, 3)
     total = 12 * size * (size + 1) // 2
     findings = Findings(world.comm)
 
-    def check(said: hd.Plan, sent: int, received: int | None, result: str) -> None:
+    def check(said, sent, received, result):
         findings.check((said.sent, said.received, said.result) == (sent, received, result), said)
 
     mine = 12 * (rank + 1)
@@ -125,7 +120,7 @@ def test_bytes_and_result(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("n", [SMALL, LARGE])
-def test_shared_results(world: hd.World, n: int) -> None:
+def test_shared_results(world, n):
     """Which fall back to private memory below a size."""
     findings, team = Findings(world.comm), world._context.team
     root = world.world_size - 1
@@ -144,17 +139,17 @@ def test_shared_results(world: hd.World, n: int) -> None:
     findings.settle()
 
 
-def test_no_windows_here(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_windows_here(world, monkeypatch):
     monkeypatch.setattr(world._context.team.windows, "problem", "none today")
     x = torch.zeros(LARGE)
     said = hd.plan(hd.concat, x, shared=True)
     assert_on_all_ranks(world.comm, said.result == "new" and "none today" in str(said), said)
 
 
-def test_through_windows_between_nodes(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_through_windows_between_nodes(world, monkeypatch):
     """Several nodes, and several ranks on one of them, as far as there are so many ranks."""
     size = world.world_size
-    taken: list[int] = []
+    taken = []
     take = Windows.take
     monkeypatch.setattr(Windows, "take", lambda self, nbytes: taken.append(nbytes) or take(self, nbytes))
     change_settings(monkeypatch, world, node_of=tuple(rank % 2 for rank in range(size)))
@@ -171,7 +166,7 @@ def test_through_windows_between_nodes(world: hd.World, monkeypatch: pytest.Monk
     comm.Free()
 
 
-def test_mpi_by_sends_and_receives(world: hd.World, monkeypatch: pytest.MonkeyPatch, moves: list[str]) -> None:
+def test_mpi_by_sends_and_receives(world, monkeypatch, moves):
     monkeypatch.setattr(mpi, "LIMIT", 1000)
     findings = Findings(world.comm)
     for verb, args in _calls(LARGE // 8, world):
@@ -185,7 +180,7 @@ def test_mpi_by_sends_and_receives(world: hd.World, monkeypatch: pytest.MonkeyPa
     findings.settle()
 
 
-def test_through_pinned_buffers(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_through_pinned_buffers(world, monkeypatch):
     route = Staged(mpi.MPI_ROUTE)
     for operation, name in [("allgatherv", "MPI_Allgatherv"), ("alltoallv", "MPI sends and receives")]:
         method = route.method(world._context.team, operation, 1000)
@@ -194,16 +189,16 @@ def test_through_pinned_buffers(world: hd.World, monkeypatch: pytest.MonkeyPatch
     assert route.name == "mpi"
 
 
-def test_wrong_on_this_rank_alone(world: hd.World) -> None:
+def test_wrong_on_this_rank_alone(world):
     x = torch.zeros(2)
     for verb in (torch.cat, "concat", []):
         with pytest.raises(TypeError, match="expected one of gather, concat, split, redistribute"):
-            hd.plan(verb, x)  # type: ignore[arg-type]
+            hd.plan(verb, x)
     with pytest.raises(TypeError, match="dims"):
         hd.plan(hd.concat, x, dims=0)
 
 
-def test_the_text(world: hd.World) -> None:
+def test_the_text(world):
     size = world.world_size
     text = str(hd.plan(hd.concat, torch.zeros(256)))
     nbytes = f"{1024 * (size - 1):,}"

@@ -1,15 +1,11 @@
 """hpcdist compare: a run of small cases and its files, two files compared, a trace, and bad input."""
 
-from __future__ import annotations
-
 import json
 import re
 from html.parser import HTMLParser
-from pathlib import Path
-from typing import Any
 
 import pytest
-from launch import Job, commands, mpirun
+from launch import commands, mpirun
 
 COMPARE = "hpcdist.compare"
 SHAPES = """
@@ -24,12 +20,12 @@ redistribute uint8 4x7
 class Parts(HTMLParser):
     """What a page loads from elsewhere, and its elements."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.loads: list[str] = []
-        self.tags: list[str] = []
+        self.loads = []
+        self.tags = []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.loads += [str(value) for name, value in attrs if name in ("src", "href")]
 
@@ -55,7 +51,7 @@ FILES = {
     "alone.json": _CASE % "",
     "large.txt": "concat int64 999999999999",
 }
-BAD: dict[str, tuple[list[Any], str]] = {
+BAD = {
     "one file": (["a.json"], r"expected two files.* \[HD505\]"),
     "nothing": ([], r"expected two files, or --shapes, or --like \[HD505\]"),
     "two kinds": (["a.json", "b.json", "--like", "traces"], r"expected two files, or --shapes, or --like \[HD505\]"),
@@ -76,7 +72,7 @@ LIKE = [COMPARE, "--like", "traces", "--seconds", 0]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     found = tmp_path_factory.mktemp("compare")
     for name, text in FILES.items():
         (found / name).write_text(text)
@@ -86,7 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def jobs(folder: Path) -> dict[str, Job]:
+def jobs(folder):
     """How the commands ended, on two ranks."""
     lines = {
         "run": [COMPARE, "--shapes", "shapes.txt", "-o", "old.html", "--seconds", 0],
@@ -96,7 +92,7 @@ def jobs(folder: Path) -> dict[str, Job]:
     return dict(zip(lines, commands(2, *lines.values(), cwd=folder), strict=True))
 
 
-def test_a_run_and_two_files(folder: Path, jobs: dict[str, Job]) -> None:
+def test_a_run_and_two_files(folder, jobs):
     """The second of which is the first one with other times; on one rank."""
     one, record = jobs["run"], json.loads((folder / "old.json").read_text())
     assert (one.status, one.err) == (0, ""), one
@@ -134,13 +130,13 @@ def test_a_run_and_two_files(folder: Path, jobs: dict[str, Job]) -> None:
     assert other.status == 2 and "traces: is of 2 ranks; compare on as many [HD505]" in other.err
 
 
-def test_the_calls_of_a_trace(folder: Path, jobs: dict[str, Job]) -> None:
+def test_the_calls_of_a_trace(folder, jobs):
     assert (jobs["like"].status, jobs["like"].err) == (0, ""), jobs["like"]
     cases = [case["case"] for case in json.loads((folder / "compare.json").read_text())["cases"]]
     assert sorted(cases) == ["concat int64 10 100", "concat uint8 3", "split uint8 14"]
 
 
-def test_bad_input_is_one_line_with_a_code(jobs: dict[str, Job]) -> None:
+def test_bad_input_is_one_line_with_a_code(jobs):
     for name, (_, expected) in BAD.items():
         job = jobs[name]
         assert (job.status, job.out, job.err.count("\n")) == (2, "", 1), job
@@ -153,7 +149,7 @@ def test_bad_input_is_one_line_with_a_code(jobs: dict[str, Job]) -> None:
     ["concat", "concat float32", "concat float32 3y", "concat float32 -3", "concat complex64 3",
      "concat float32 3x2 3x4", "concat float32 3 3 3", "redistribute float32 3", "concat float32 3 x"],
 )  # fmt: skip
-def test_bad_lines(line: str) -> None:
+def test_bad_lines(line):
     from hpcdist.compare import parse
     from hpcdist.errors import InputError
 

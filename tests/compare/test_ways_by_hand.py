@@ -1,17 +1,13 @@
 """hpcdist.compare: every way to write a call gives what plain indexing gives, and a wrong one is found; the rounds."""
 
-from __future__ import annotations
-
 import time
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 
-import hpcdist as hd
 from hpcdist.compare import CONTENDERS, DTYPES, VERBS, Case
 from hpcdist.errors import HpcdistError
 from hpcdist.runtime.timing import Contender, check, measure
@@ -20,13 +16,12 @@ pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture(scope="module")
-def gloo(world: hd.World) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group(backend="gloo")
-    return group
+def gloo(world):
+    return dist.new_group(backend="gloo")
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_all_give_the_same(verb: str, world: hd.World, gloo: dist.ProcessGroup) -> None:
+def test_all_give_the_same(verb, world, gloo):
     findings = Findings(world.comm)
     p = world.world_size
     for dtype, rows in product(DTYPES.values(), ([3] * p, [7 * r % 5 for r in range(p)], [5] + [0] * (p - 1))):
@@ -42,7 +37,7 @@ def test_all_give_the_same(verb: str, world: hd.World, gloo: dist.ProcessGroup) 
     findings.settle()
 
 
-def test_values_are_global_indices(world: hd.World) -> None:
+def test_values_are_global_indices(world):
     p, me = world.world_size, world.rank
     case = Case(world.comm, "redistribute", torch.int64, [[2, p] for _ in range(p)])
     assert_on_all_ranks(world.comm, case.x.flatten().tolist() == list(range(2 * p * me, 2 * p * (me + 1))))
@@ -51,17 +46,17 @@ def test_values_are_global_indices(world: hd.World) -> None:
     assert_on_all_ranks(world.comm, large.expected.tolist() == [i % 255 for i in range(300 * p)])
 
 
-def test_wrong_data_on_one_rank_end_it_on_all(world: hd.World) -> None:
+def test_wrong_data_on_one_rank_end_it_on_all(world):
     """Wrong results, none, and changed inputs: on the last rank alone."""
     last = world.rank == world.world_size - 1
 
-    def late(case: Case) -> Any:
+    def late(case):
         return case.expected.roll(int(last))
 
-    def nothing(case: Case) -> Any:
+    def nothing(case):
         return None if last else case.expected
 
-    def changes(case: Case) -> Any:
+    def changes(case):
         case.x += int(last)
         return case.expected
 
@@ -72,12 +67,12 @@ def test_wrong_data_on_one_rank_end_it_on_all(world: hd.World) -> None:
         assert_on_all_ranks(world.comm, found in str(error), error)
 
 
-def test_rounds_are_interleaved_alike_on_all_ranks(world: hd.World) -> None:
+def test_rounds_are_interleaved_alike_on_all_ranks(world):
     """The cost is the slowest rank's; a slow contender has fewer rounds; what is not supported is not called."""
     order = list[str]()
 
-    def call(name: str, ms: int) -> Contender:
-        def step(case: Case) -> Any:
+    def call(name, ms):
+        def step(case):
             order.append(name)
             if world.rank == 0:
                 time.sleep(ms / 1e3)

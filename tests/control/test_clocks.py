@@ -1,7 +1,5 @@
 """Clocks that are apart on purpose."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 
@@ -15,7 +13,7 @@ APART = 10**9  # ns between the clocks of one rank and the next
 
 
 @pytest.mark.timeout(60)
-def test_the_shift_of_each_rank_is_found_within_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shift_of_each_rank_is_found_within_its_error(monkeypatch):
     comm = MPI.COMM_WORLD
     ahead = APART * comm.rank
     made = SimpleNamespace(

@@ -1,12 +1,9 @@
 """What ranks tell each other: every kind comes back as it was, and nothing else is read."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import socket
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,14 +33,14 @@ ARRAYS = [
 
 
 @pytest.mark.parametrize("value", [*VALUES, *ARRAYS], ids=repr)
-def test_comes_back_as_it_was(value: Any) -> None:
+def test_comes_back_as_it_was(value):
     found = decode(encode(value))
     assert type(found) is type(value)
     assert getattr(found, "dtype", None) == getattr(value, "dtype", None)
     assert np.array_equal(found, value) if isinstance(value, np.ndarray) else found == value
 
 
-def test_a_kind_of_string_arrives_as_a_string() -> None:
+def test_a_kind_of_string_arrives_as_a_string():
     assert decode(encode([torch.__version__, socket.AF_INET])) == [str(torch.__version__), int(socket.AF_INET)]
     assert type(decode(encode(torch.__version__))) is str
 
@@ -53,7 +50,7 @@ class Own:
 
 
 @pytest.mark.parametrize("value", [Own(), [Own()], np.array([Own()]), {1, 2}, ValueError("x"), torch.ones(1), 1j])
-def test_other_kinds_are_refused(value: Any) -> None:
+def test_other_kinds_are_refused(value):
     with pytest.raises(TypeError, match="cannot be sent to other ranks"):
         encode(value)
 
@@ -76,7 +73,7 @@ def test_other_kinds_are_refused(value: Any) -> None:
     ],
     ids=json.dumps,
 )
-def test_nothing_else_is_read(said: Any) -> None:
+def test_nothing_else_is_read(said):
     for data in (json.dumps(said).encode(), pickle.dumps(said)):
         with pytest.raises(ValueError, match="not a value that a rank has encoded"):
             decode(data)

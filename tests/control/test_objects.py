@@ -1,7 +1,5 @@
 """Values of every length around those that fit into the first message, on every rank and from every root."""
 
-from __future__ import annotations
-
 import pytest
 from collective import assert_on_all_ranks, raises_on_all_ranks
 
@@ -13,13 +11,13 @@ pytestmark = pytest.mark.mpi
 _AROUND = (-2, -1, 0, 1, 2, 1000)
 
 
-def text(rank: int, length: int) -> bytes:
+def text(rank, length):
     """Bytes that show the rank and their own place."""
     return bytes((rank * 101 + place) % 251 for place in range(length))
 
 
 @pytest.mark.parametrize("longest", ["no", "one", "all"])
-def test_all_gather_object(longest: str, world: hd.World) -> None:
+def test_all_gather_object(longest, world):
     """Of which no rank, one or every one needs a second message."""
     for more in _AROUND:
         border = objects._INLINE - objects._LENGTH - len('["t","",null]') + more  # of a text
@@ -31,7 +29,7 @@ def test_all_gather_object(longest: str, world: hd.World) -> None:
         assert_on_all_ranks(world.comm, got == want, (more, got))
 
 
-def test_broadcast_bytes(world: hd.World) -> None:
+def test_broadcast_bytes(world):
     border = objects._HEAD - objects._LENGTH
     for root in range(world.world_size):
         for length in (0, 1, *(border + more for more in _AROUND), 3 * border):
@@ -39,9 +37,9 @@ def test_broadcast_bytes(world: hd.World) -> None:
             assert_on_all_ranks(world.comm, got == text(root, length), (root, length, len(got)))
 
 
-def test_what_cannot_be_encoded_on_one_rank(world: hd.World) -> None:
+def test_what_cannot_be_encoded_on_one_rank(world):
     """Is the same error on all ranks, which do not wait for it."""
-    deep: list[object] = []
+    deep = []
     for _ in range(100_000):
         deep = [deep]
     last = world.world_size - 1

@@ -1,9 +1,5 @@
 """What is long and the same on every rank does not travel; what differs is named on all."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from collective import assert_on_all_ranks, raises_on_all_ranks
 
@@ -13,12 +9,12 @@ from hpcdist.control import objects
 pytestmark = pytest.mark.mpi
 
 
-def odd(first: list[int], other: list[int]) -> str | None:
+def odd(first, other):
     return None if sorted(first) == sorted(other) else f"has {other}, where rank 0 has {first}"
 
 
-def test_what_is_the_same_does_not_travel(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: Any) -> None:
+def test_what_is_the_same_does_not_travel(world, monkeypatch):
+    def refuse(*arguments):
         raise AssertionError("something travels")
 
     monkeypatch.setattr(objects, "all_gather_object", refuse)
@@ -33,7 +29,7 @@ def test_what_is_the_same_does_not_travel(world: hd.World, monkeypatch: pytest.M
 
 
 @pytest.mark.mpi(min_size=2)
-def test_what_differs_without_being_odd_is_that_of_rank_0(world: hd.World) -> None:
+def test_what_differs_without_being_odd_is_that_of_rank_0(world):
     value = [1, 2] if world.rank == 0 else [2, 1]
     found, rows = objects.same(
         world.comm, "save", value, value, odd, lambda value: [10 * i + world.rank for i in value]
@@ -43,7 +39,7 @@ def test_what_differs_without_being_odd_is_that_of_rank_0(world: hd.World) -> No
 
 
 @pytest.mark.mpi(min_size=2)
-def test_the_ranks_that_are_odd_are_named(world: hd.World) -> None:
+def test_the_ranks_that_are_odd_are_named(world):
     value = [1, 2] if world.rank != 1 else [1, 3]
     call = lambda: objects.same(world.comm, "save", value, value, odd)  # noqa: E731
     error = raises_on_all_ranks(world.comm, hd.RankError, call)
@@ -51,8 +47,8 @@ def test_the_ranks_that_are_odd_are_named(world: hd.World) -> None:
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
-def test_what_cannot_be_told(everywhere: bool, world: hd.World) -> None:
-    value: Any = object() if everywhere or world.rank == 0 else 1
+def test_what_cannot_be_told(everywhere, world):
+    value = object() if everywhere or world.rank == 0 else 1
     error = raises_on_all_ranks(
         world.comm, hd.RankError, lambda: objects.same(world.comm, "save", value, value, lambda a, b: None)
     )

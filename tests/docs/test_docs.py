@@ -1,7 +1,5 @@
 """Every example on every page of docs/ runs, and prints what the page says: see helpers/pages.py."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -16,7 +14,7 @@ pytestmark = [pytest.mark.once, pytest.mark.timeout(600)]  # the first test runs
 
 
 @pytest.fixture(scope="module")
-def problems(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+def problems(request, tmp_path_factory):
     """Page -> what its examples did wrong, for the pages whose tests were selected."""
     chosen = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")} & {
         *PAGES,
@@ -32,7 +30,7 @@ def problems(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_what_a_page_names_is_there(name: str) -> None:
+def test_what_a_page_names_is_there(name):
     """Files and commands; links are checked by docs/build.py."""
     text, root = (DOCS / name).read_text(), DOCS.parent
     files = re.findall(r"`((?:benchmarks|docs|hpcdist|jobscripts|tests)/[^\s`*<>{}]*|setup\.cfg)`", text)
@@ -43,5 +41,5 @@ def test_what_a_page_names_is_there(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*PAGES, *EXAMPLES])
-def test_the_examples(name: str, problems: dict[str, list[str]]) -> None:
+def test_the_examples(name, problems):
     assert not problems[name], "\n".join(problems[name])

@@ -1,7 +1,5 @@
 """docs/fail/doctor.md has the doctor's own table of checks: every finding, and no other."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys
@@ -14,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "fail" / "doctor.md").read_text()
 
 
-def test_the_page_is_made_from_the_table() -> None:
+def test_the_page_is_made_from_the_table():
     sys.path.insert(0, str(ROOT / "docs"))
     try:
         import doctor_page
@@ -25,14 +23,14 @@ def test_the_page_is_made_from_the_table() -> None:
     assert re.findall(r"<!-- checks: (.+) -->", PAGE) == [*sections, "steps"]
 
 
-def test_every_check_says_what_it_means_and_what_to_do() -> None:
+def test_every_check_says_what_it_means_and_what_to_do():
     names = [row.name for row in checks.CHECKS]
     assert len(names) == len(set(names))
     assert all(row.judge.__doc__ for row in checks.CHECKS)
     assert all(row.fix or row.alike for row in checks.CHECKS)
 
 
-def test_every_step_of_the_examination_has_a_fix() -> None:
+def test_every_step_of_the_examination_has_a_fix():
     """A step that hangs or kills its process is a finding of its name."""
     steps = set()
     for path in (ROOT / "hpcdist" / "doctor").glob("*.py"):

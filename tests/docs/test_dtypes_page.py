@@ -1,7 +1,5 @@
 """The page on dtypes says what the code does."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from hpcdist.tensors.storage import DTYPES
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_table_of_dtypes_says_what_the_code_does() -> None:
+def test_the_table_of_dtypes_says_what_the_code_does():
     """Each dtype once, whether this torch has it or not; and what each file format can hold."""
     page = (ROOT / "docs" / "do" / "data.md").read_text()
     rows = re.findall(r"^\| (`[a-z]+\d.*?) \| (yes|no) \| (yes|no) \| (yes|no) \|$", page, re.MULTILINE)

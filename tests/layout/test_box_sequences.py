@@ -1,9 +1,6 @@
 """Boxes that follow from arithmetic, and which of them meet another one: as lists of all boxes would give it."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Sequence
 from math import prod
 
 import numpy as np
@@ -11,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from hpcdist import layout
 from hpcdist.layout import Box, whole
-from hpcdist.layout.box import BoxSequence, Copies, Listed, Shards, cut_shards, grid, summed
+from hpcdist.layout.box import Copies, Listed, Shards, cut_shards, grid, summed
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 FEW = st.lists(st.integers(0, 3), max_size=2).map(tuple)
@@ -19,12 +16,12 @@ EXTENTS = st.lists(st.integers(0, 6), min_size=1, max_size=6)
 
 
 @st.composite
-def a_box(draw: st.DrawFn, shape: Sequence[int]) -> Box:
+def a_box(draw, shape):
     ends = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
     return Box(tuple(low for low, _ in ends), tuple(high - low for low, high in ends))
 
 
-def in_cells(shape: Sequence[int], cell: Sequence[int], limit: int) -> list[Box]:
+def in_cells(shape, cell, limit):
     """Boxes of whole cells: those of the tensor of cells, each cell of as many elements as it has."""
     cells = [-(-n // size) for n, size in zip(shape, cell, strict=True)]
     found = layout.boxes(whole(cells), max(1, limit // prod(cell)))
@@ -32,7 +29,7 @@ def in_cells(shape: Sequence[int], cell: Sequence[int], limit: int) -> list[Box]
     return [box.intersect(whole(shape)) for box in scaled]
 
 
-def check_same(found: BoxSequence, expected: Sequence[Box], box: Box) -> None:
+def check_same(found, expected, box):
     """They are the same boxes, and say which of them meet `box`."""
     assert (list(found), len(found)) == (list(expected), len(expected))
     assert found.intersecting(box).tolist() == [i for i, each in enumerate(expected) if each.intersect(box).size()]
@@ -40,16 +37,14 @@ def check_same(found: BoxSequence, expected: Sequence[Box], box: Box) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), SHAPES, st.integers(1, 60))
-def test_a_grid(data: st.DataObject, shape: tuple[int, ...], limit: int) -> None:
+def test_a_grid(data, shape, limit):
     box = data.draw(a_box(shape))
     check_same(grid(shape, limit), list(layout.boxes(whole(shape), limit)), box)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), EXTENTS, FEW, FEW, st.integers(1, 4))
-def test_shards(
-    data: st.DataObject, extents: list[int], before: tuple[int, ...], after: tuple[int, ...], step: int
-) -> None:
+def test_shards(data, extents, before, after, step):
     shape, dim = (*before, sum(extents), *after), len(before)
     ends = itertools.pairwise([0, *itertools.accumulate(extents)])
     box, every = data.draw(a_box(shape)), [whole(shape).narrow(dim, *of) for of in ends]
@@ -65,7 +60,7 @@ def test_shards(
 
 @settings(max_examples=200, deadline=None)
 @given(st.data(), SHAPES, st.integers(1, 60), st.sampled_from(["some runs", "all runs", "any", "cut"]))
-def test_listed_boxes(data: st.DataObject, shape: tuple[int, ...], limit: int, kind: str) -> None:
+def test_listed_boxes(data, shape, limit, kind):
     """Those that are runs one behind the other are looked up by bisection, all others are gone through."""
     every = list(layout.boxes(whole(shape), limit))
     if kind == "some runs":

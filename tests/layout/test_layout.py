@@ -1,7 +1,5 @@
 """Who holds which rows: integers only."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from hpcdist import layout
 
 @pytest.mark.parametrize("extent", [0, 1, 2, 3, 5, 7, 8, 100, 2**40 + 3])
 @pytest.mark.parametrize("parts", [1, 2, 3, 5, 8])
-def test_block_and_chunk(extent: int, parts: int) -> None:
+def test_block_and_chunk(extent, parts):
     """As numpy and torch cut; beyond their arrays, too."""
     block, chunk = (layout.counts_of(rule, extent, parts) for rule in ("block", "chunk"))
     assert layout.counts_of(None, extent, parts) == block
@@ -33,14 +31,14 @@ def test_block_and_chunk(extent: int, parts: int) -> None:
         ([1, 2, 3], r"add up to 6, expected 7"),
     ],
 )
-def test_counts_that_do_not_fit(counts: str | list[int], told: str) -> None:
+def test_counts_that_do_not_fit(counts, told):
     with pytest.raises(ValueError, match=told):
         layout.counts_of(counts, 7, 3)
 
 
 @pytest.mark.parametrize("extent", [0, 1, 6, 7, 8, 100])
 @pytest.mark.parametrize("limit", [1, 7, 1000])
-def test_pieces_cover_everything_once(extent: int, limit: int) -> None:
+def test_pieces_cover_everything_once(extent, limit):
     pieces = layout.pieces(extent, limit)
     assert [row for start, length in pieces for row in range(start, start + length)] == list(range(extent))
     assert all(0 < length <= limit for _, length in pieces)

@@ -1,7 +1,5 @@
 """The layouts, and what two of them have in common: against torch.chunk, numpy and counting of places."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from math import prod
@@ -16,18 +14,17 @@ from hpcdist.layout import Block, Box, Boxes, Replicate, Split, balance, overlap
 from hpcdist.tensors.dtensor import layout_of
 
 
-def _places(shape: tuple[int, ...]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+def _places(shape):
     return np.arange(prod(shape)).reshape(shape)
 
 
-def _of(box: Box, shape: tuple[int, ...]) -> list[int]:
-    places: list[int] = _places(shape)[box.slices()].ravel().tolist()
-    return places
+def _of(box, shape):
+    return _places(shape)[box.slices()].ravel().tolist()
 
 
 @settings(max_examples=300, deadline=None, backend=BACKEND)
 @given(st.data(), st.integers(1, 9))
-def test_any_layout(data: st.DataObject, size: int) -> None:
+def test_any_layout(data, size):
     """Its boxes, by numpy and torch; and it finds the whole from the parts."""
     shape = tuple(data.draw(st.lists(st.integers(0, 8), max_size=3)))
     made, parts = data.draw(layouts(shape, size, source=False))
@@ -41,7 +38,7 @@ def test_any_layout(data: st.DataObject, size: int) -> None:
     assert hash(made) == hash(type(made)(**vars(made))) and made == type(made)(**vars(made))
 
 
-def test_held_takes_the_extents_that_there_are() -> None:
+def test_held_takes_the_extents_that_there_are():
     """Rows and columns of a grid may be of any height and width, if each is of one."""
     heights, widths = (3, 0, 2), (1, 4)
     shapes = [(h, w) for h in heights for w in widths]
@@ -55,10 +52,10 @@ def test_held_takes_the_extents_that_there_are() -> None:
         Replicate().held([(2, 2), (2, 3)])
 
 
-def test_boxes_of_any_kind() -> None:
+def test_boxes_of_any_kind():
     made = Boxes([((1, 0), (2, 2)), Box((0, 1), (3, 3))])
     assert made.held([(2, 2), (3, 3)]) == ((3, 4), [Box((1, 0), (2, 2)), Box((0, 1), (3, 3))])
-    assert made == Boxes([[(1, 0), (2, 2)], [(0, 1), (3, 3)]])  # type: ignore[list-item]
+    assert made == Boxes([[(1, 0), (2, 2)], [(0, 1), (3, 3)]])
     for shapes in ([(2, 2), (3, 2)], [(2,), (3,)]):
         with pytest.raises(ValueError, match=r"rank 1 holds|do not all have 1 dims"):
             made.held(shapes)
@@ -80,23 +77,23 @@ def test_boxes_of_any_kind() -> None:
         (lambda: Block((2, 2), (0, 1)).boxes((4, 4), 3), "has 4 ranks, but there are 3"),
     ],
 )
-def test_mistakes(make: object, told: str) -> None:
+def test_mistakes(make, told):
     with pytest.raises(ValueError, match=told):
-        make()  # type: ignore[operator]
+        make()
 
 
-@pytest.mark.parametrize("wrong", [lambda: Split("0"), lambda: Split(0, [1.5]), lambda: Block((2.0,), (0,))])  # type: ignore[arg-type,list-item]
-def test_mistakes_of_type(wrong: object) -> None:
+@pytest.mark.parametrize("wrong", [lambda: Split("0"), lambda: Split(0, [1.5]), lambda: Block((2.0,), (0,))])
+def test_mistakes_of_type(wrong):
     with pytest.raises(TypeError):
-        wrong()  # type: ignore[operator]
+        wrong()
 
 
-def _box(draw: random.Random, shape: tuple[int, ...]) -> Box:
+def _box(draw, shape):
     low = tuple(draw.randrange(n) for n in shape)
     return Box(low, tuple(draw.randrange(n - o + 1) for n, o in zip(shape, low, strict=True)))
 
 
-def test_without_takes_out_and_keeps_the_rest() -> None:
+def test_without_takes_out_and_keeps_the_rest():
     draw, shape = random.Random(5), (4, 5, 3)
     for _ in range(300):
         one, other = _box(draw, shape), _box(draw, shape)
@@ -104,7 +101,7 @@ def test_without_takes_out_and_keeps_the_rest() -> None:
         assert sorted(rest) == sorted(set(_of(one, shape)) - set(_of(other, shape)))
 
 
-def test_overlaps_send_each_element_once() -> None:
+def test_overlaps_send_each_element_once():
     """Any boxes to any boxes: all that there is arrives, once, and what a rank has it is not sent."""
     draw, shape = random.Random(7), (5, 4)
     for _ in range(200):
@@ -127,14 +124,14 @@ def test_overlaps_send_each_element_once() -> None:
                 assert sent == [box for by, box in recvs if by == sender]
 
 
-def test_copies_are_shared_among_their_holders() -> None:
+def test_copies_are_shared_among_their_holders():
     source = Block((2, 2), (0, None)).boxes((4, 4), 4)  # two copies of each half
     dest = Split(1).boxes((4, 4), 4)
     sources = [sender for rank in range(4) for sender, _ in overlaps(source, dest, rank).recvs if sender != rank]
     assert sorted(sources) == [0, 1, 2, 3]
 
 
-def test_balance_is_near_the_best() -> None:
+def test_balance_is_near_the_best():
     """Within the largest weight of the best contiguous way, which is found by trying all."""
     draw = random.Random(11)
     for _ in range(300):
@@ -143,7 +140,7 @@ def test_balance_is_near_the_best() -> None:
         counts = balance(weights, parts)
         assert len(counts) == parts and sum(counts) == len(weights) and min(counts) >= 0
 
-        def heaviest(cuts: tuple[int, ...], weights: list[float] = weights) -> float:
+        def heaviest(cuts, weights=weights):
             return max(sum(weights[a:b]) for a, b in itertools.pairwise([0, *cuts, len(weights)]))
 
         best = min(
@@ -154,8 +151,8 @@ def test_balance_is_near_the_best() -> None:
     assert max(balance([1] * 10**5, 7)) == 14286
     assert balance([2**70, 1, 2**70], 2) in ([1, 2], [2, 1])
     for dtype in (np.uint8, np.int16, np.int32):
-        assert balance(np.array([100, 120, 90, 110], dtype), 2) == [2, 2]  # type: ignore[arg-type]
-    assert balance(torch.tensor([200, 100, 100], dtype=torch.uint8), 2) == [1, 2]  # type: ignore[arg-type]
+        assert balance(np.array([100, 120, 90, 110], dtype), 2) == [2, 2]
+    assert balance(torch.tensor([200, 100, 100], dtype=torch.uint8), 2) == [1, 2]
     for weights, parts in [([-1], 2), ([float("nan")], 2), ([float("inf")], 2), ([1], 0)]:
         with pytest.raises(ValueError, match=r"weights must|parts is"):
             balance(weights, parts)
@@ -164,7 +161,7 @@ def test_balance_is_near_the_best() -> None:
 # --- DTensor ---------------------------------------------------------------------------------------------------------
 
 
-def test_placements() -> None:
+def test_placements():
     from torch.distributed.tensor import Partial, Shard
 
     assert layout_of((Shard(0), Shard(1)), (2, 2)) == Block((2, 2), (0, 1), "chunk")

@@ -1,15 +1,10 @@
 """send, recv, isend, irecv: structures from rank to rank, their order, any source, and what goes wrong."""
 
-from __future__ import annotations
-
 import linecache
 import signal
 import struct
 import sys
 import time
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
@@ -25,13 +20,13 @@ from hpcdist.p2p.transfers import RecvTurn
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
 
 
-def _peers(world: hd.World) -> tuple[int, int]:
+def _peers(world):
     """The next rank of the ring, and the one before."""
     return (world.rank + 1) % world.world_size, (world.rank - 1) % world.world_size
 
 
 @pytest.mark.mpi(min_size=2)
-def test_isend_and_send_keep_their_order(world: hd.World) -> None:
+def test_isend_and_send_keep_their_order(world):
     """What is begun in the background first comes first, whatever thread posts it."""
     findings = Findings(world.comm)
     for turn in range(50):
@@ -46,7 +41,7 @@ def test_isend_and_send_keep_their_order(world: hd.World) -> None:
     findings.settle()
 
 
-def test_any_source_and_any_tag(world: hd.World) -> None:
+def test_any_source_and_any_tag(world):
     findings, size = Findings(world.comm), world.world_size
     handles = [hd.isend([world.rank] * 3, dest, tag=world.rank) for dest in range(size)]
     got = sorted(hd.recv(with_source=True) for _ in range(size))
@@ -56,7 +51,7 @@ def test_any_source_and_any_tag(world: hd.World) -> None:
     findings.settle()
 
 
-def test_many_in_flight(world: hd.World) -> None:
+def test_many_in_flight(world):
     """Receives that were asked for first get what comes first, also before one that waits in the foreground. A timeout
     does not end one."""
     findings, (after, before) = Findings(world.comm), _peers(world)
@@ -77,7 +72,7 @@ def test_many_in_flight(world: hd.World) -> None:
     findings.settle()
 
 
-def test_in_a_group_and_beside_the_users_messages(world: hd.World) -> None:
+def test_in_a_group_and_beside_the_users_messages(world):
     """Ranks are those of the group; what the user sends over the same communicator is not touched."""
     findings = Findings(world.comm)
     comm = world.comm.Split(0, -world.rank)
@@ -93,20 +88,20 @@ def test_in_a_group_and_beside_the_users_messages(world: hd.World) -> None:
     findings.settle()
 
 
-def test_one_header_message_at_most(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_header_message_at_most(world, monkeypatch):
     """A thousand small tensors are one message; each large one is one more, straight from its memory."""
     findings = Findings(world.comm)
-    sent: list[str] = []
+    sent = []
 
     class Spy:
-        def __init__(self, comm: MPI.Comm, name: str) -> None:
+        def __init__(self, comm, name):
             self.comm, self.name = comm, name
 
-        def Isend(self, message: Any, *args: Any) -> MPI.Request:  # noqa: N802
+        def Isend(self, message, *args):  # noqa: N802
             sent.append(self.name)
             return self.comm.Isend(message, *args)
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name):
             return getattr(self.comm, name)
 
     engine, (after, before) = world._context, _peers(world)
@@ -125,17 +120,17 @@ def test_one_header_message_at_most(world: hd.World, monkeypatch: pytest.MonkeyP
     findings.settle()
 
 
-def test_wrong_arguments_are_told_here(world: hd.World) -> None:
+def test_wrong_arguments_are_told_here(world):
     """Nothing was sent, and nobody else is concerned."""
-    wrong: list[tuple[type[Exception], str, Any]] = [
+    wrong = [
         (TypeError, "x is a builtins.object, which is not sent", lambda: hd.send(object(), 0)),
         (ValueError, "dest is -1, expected 0 to", lambda: hd.send(1, -1)),
         (ValueError, "dest is", lambda: hd.isend(1, world.world_size)),
-        (TypeError, "integer", lambda: hd.send(1, "0")),  # type: ignore[arg-type]
+        (TypeError, "integer", lambda: hd.send(1, "0")),
         (ValueError, "tag is -1", lambda: hd.isend(1, 0, -1)),
         (ValueError, "tag is", lambda: hd.recv(tag=2**40)),
         (ValueError, "source is", lambda: hd.irecv(world.world_size)),
-        (TypeError, "route", lambda: hd.send(1, 0, route="mpi")),  # type: ignore[call-arg]
+        (TypeError, "route", lambda: hd.send(1, 0, route="mpi")),
         (ValueError, "this rank itself", lambda: hd.send(1, world.rank)),
     ]
     for kind, told, step in wrong:
@@ -144,15 +139,15 @@ def test_wrong_arguments_are_told_here(world: hd.World) -> None:
 
 
 class _Unreadable:
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
+    def __reduce__(self):
         return _refuse, ("not here",)
 
 
-def _refuse(why: str) -> None:
+def _refuse(why):
     raise LookupError(why)
 
 
-def test_pickles(world: hd.World) -> None:
+def test_pickles(world):
     """Both sides must allow them. One that cannot be read is an error where it is read; the job goes on."""
     (after, before), unreadable = _peers(world), [_Unreadable()] * world.world_size
     handles = [hd.isend(x, after, allow_pickle=True) for x in ({world.rank}, {world.rank}, _Unreadable())]
@@ -172,7 +167,7 @@ def test_pickles(world: hd.World) -> None:
     assert_on_all_ranks(world.comm, hd.concat([1]) == [1] * world.world_size, "the next call")
 
 
-def test_interrupted_before_each_line(world: hd.World) -> None:
+def test_interrupted_before_each_line(world):
     """A handler that raises anywhere while a message is looked for costs nothing: the next receive gets it, once."""
     findings = Findings(world.comm)
     after, before = _peers(world)
@@ -192,13 +187,13 @@ def test_interrupted_before_each_line(world: hd.World) -> None:
     findings.settle()
 
 
-def test_interrupted_behind_another_receive(world: hd.World) -> None:
+def test_interrupted_behind_another_receive(world):
     """What is received behind a receive in the background can be interrupted, too: the next one gets the message."""
     findings = Findings(world.comm)
     after, before = _peers(world)
     other = hd.irecv(before, tag=9)
 
-    def raising(*_: object) -> None:
+    def raising(*_):
         raise KeyboardInterrupt
 
     handler = signal.signal(signal.SIGALRM, raising)
@@ -219,11 +214,11 @@ def test_interrupted_behind_another_receive(world: hd.World) -> None:
     findings.settle()
 
 
-def _interrupted(step: Callable[[], object], after: int) -> bool:
+def _interrupted(step, after):
     """Whether an exception came before line `after` of those that `step` runs in the modules that receive."""
     left, files = after, (messages.__file__, transfers.__file__)
 
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
+    def trace(frame, event, argument):
         nonlocal left
         if frame.f_code.co_filename not in files:
             return None
@@ -246,7 +241,7 @@ def _interrupted(step: Callable[[], object], after: int) -> bool:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_what_a_freed_communicator_has_not_received(world: hd.World) -> None:
+def test_what_a_freed_communicator_has_not_received(world):
     """It is for nobody: the next communicator of the same ranks does not get it."""
     findings = Findings(world.comm)
     after, before = _peers(world)
@@ -263,7 +258,7 @@ def test_what_a_freed_communicator_has_not_received(world: hd.World) -> None:
 
 
 @pytest.mark.parametrize("envelope", ["right", "short", "longer than it is", "of a number that none has"])
-def test_damaged_messages(world: hd.World, envelope: str) -> None:
+def test_damaged_messages(world, envelope):
     """Whatever comes: an error, and no memory is taken for what it says."""
     after, before = _peers(world)
     for text in (b"", b"\xff" * 8, (2**40).to_bytes(8, "little"), (5).to_bytes(8, "little") + b"{'a':"):
@@ -279,7 +274,7 @@ def test_damaged_messages(world: hd.World, envelope: str) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_world_that_ends_with_receives_open(world: hd.World) -> None:
+def test_a_world_that_ends_with_receives_open(world):
     """They can never be answered, and say so; tests/runtime/test_background.py has the rest of the ending."""
     comm = world.comm.Split(world.rank)
     hd.concat([], group=comm)
@@ -292,7 +287,7 @@ def test_a_world_that_ends_with_receives_open(world: hd.World) -> None:
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("way", ["recv", "async_op"])
-def test_a_rank_that_waits_uses_less_than_half_a_core(world: hd.World, way: str) -> None:
+def test_a_rank_that_waits_uses_less_than_half_a_core(world, way):
     """As docs/fail/faq.md says; MPI's own waiting uses all of it."""
     world.comm.Barrier()
     seconds = 0.0

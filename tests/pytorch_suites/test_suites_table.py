@@ -1,9 +1,5 @@
 """The pages on PyTorch's suites count what ran, and say where gloo, or torch's own storage, does better."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import checkpoints
 from table import brief, page_of_suites as page
 
@@ -13,8 +9,8 @@ FAILED = (
 )
 
 
-def _run(backend: str, **outcomes: str) -> dict[str, Any]:
-    results: dict[str, Any] = {}
+def _run(backend, **outcomes):
+    results = {}
     for name, outcome in outcomes.items():
         kind, _, tests_of = outcome.partition(" ")
         results[name] = {"outcome": kind, "reason": FAILED if kind == "failed" else "needs a GPU" * (kind == "skipped")}
@@ -23,7 +19,7 @@ def _run(backend: str, **outcomes: str) -> dict[str, Any]:
     return {**ABOUT, "backend": backend, "results": results}
 
 
-def test_the_page_counts_and_compares() -> None:
+def test_the_page_counts_and_compares():
     gloo = _run("gloo", a="passed", b="passed", c="failed", d="skipped", e="failed mpi")
     ours = _run("mpi", a="passed", b="failed", c="failed", d="skipped", e="passed mpi")
     text, worse = page([gloo, ours])
@@ -37,15 +33,15 @@ def test_the_page_counts_and_compares() -> None:
     assert "| needs a GPU | 1 | 1 |" in rows
 
 
-def test_a_reason_is_the_error_of_a_traceback() -> None:
+def test_a_reason_is_the_error_of_a_traceback():
     assert brief(FAILED) == "ValueError: no \\| such"
     assert brief("no answer after 90 s; no outcome of ranks [1] of 2\nTimeout (0:01:30)!\n") == (
         "no answer after 90 s; no outcome of ranks [1] of 2"
     )
 
 
-def test_the_page_of_checkpoints() -> None:
-    def run(storage: str, **outcomes: str) -> dict[str, Any]:
+def test_the_page_of_checkpoints():
+    def run(storage, **outcomes):
         cuda = "AssertionError: Torch not compiled with CUDA enabled\n"
         results = {
             f"test_planner.TestPlanner.{name}": {

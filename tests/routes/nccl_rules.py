@@ -5,17 +5,9 @@ first operation of a group is joined by all its ranks, memory is contiguous and 
 are started within one group of calls, and no rank sends to itself.
 """
 
-from __future__ import annotations
-
-from datetime import timedelta
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch._C._distributed_c10d import Store
 
-from hpcdist.comm.team import Team
 from hpcdist.routes import c10d
 
 __all__ = ["STAND_IN"]
@@ -26,47 +18,47 @@ class _Rules:
 
     supports_coalescing = True
 
-    def __init__(self, gloo: Any) -> None:
+    def __init__(self, gloo):
         self._gloo = gloo
         self._joined = False
-        self._started: list[Any] | None = None
+        self._started = None
 
-    def _check(self, *tensors: Tensor) -> None:
+    def _check(self, *tensors):
         assert self._joined, "the first operation of a group must be joined by all its ranks"
         assert all(x.is_contiguous() for x in tensors), "memory that is not contiguous"
         assert len({x.device for x in tensors}) <= 1, "tensors on several devices"
 
-    def allreduce(self, tensors: list[Tensor]) -> Any:
+    def allreduce(self, tensors):
         self._joined = True
         return self._gloo.allreduce(tensors)
 
-    def _start_coalescing(self) -> None:
+    def _start_coalescing(self):
         assert self._started is None, "one group of calls within another"
         self._started = []
 
-    def _end_coalescing(self) -> _All:
+    def _end_coalescing(self):
         assert self._started, "an empty group of calls"
         works, self._started = self._started, None
         return _All(works)
 
-    def send(self, tensors: list[Tensor], rank: int, tag: int) -> None:
+    def send(self, tensors, rank, tag):
         self._message(self._gloo.send, tensors, rank, tag)
 
-    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> None:
+    def recv(self, tensors, rank, tag):
         self._message(self._gloo.recv, tensors, rank, tag)
 
-    def _message(self, start: Any, tensors: list[Tensor], rank: int, tag: int) -> None:
+    def _message(self, start, tensors, rank, tag):
         self._check(*tensors)
         assert self._started is not None, "a message outside a group of calls"
         assert rank != self._gloo.rank(), "a rank that sends to itself"
         self._started.append(start(tensors, rank, tag))
 
-    def _allgather_base(self, recv: Tensor, send: Tensor) -> Any:
+    def _allgather_base(self, recv, send):
         self._check(recv, send)
         assert recv.numel() == send.numel() * self._gloo.size(), "sizes that differ"
         return self._gloo.allgather([list(recv.view(self._gloo.size(), -1).unbind())], [send])
 
-    def allgather(self, recvs: list[list[Tensor]], sends: list[Tensor]) -> _All:
+    def allgather(self, recvs, sends):
         """Of any sizes, as ProcessGroupNCCL does it: one broadcast for each rank."""
         (blocks,), (send,) = recvs, sends
         self._check(*blocks, send)
@@ -78,17 +70,17 @@ class _Rules:
                 works.append(self._gloo.broadcast([block], options))
         return _All(works)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._gloo, name)
 
 
 class _All:
     """Several operations that are waited for as one."""
 
-    def __init__(self, works: list[Any]) -> None:
+    def __init__(self, works):
         self._works = works
 
-    def wait(self) -> None:
+    def wait(self):
         for work in self._works:
             work.wait()
 
@@ -97,21 +89,21 @@ class _StandIn(c10d._Nccl):
     name = "the rules of nccl"
     made = 0  # groups: each has a name of its own in the store
 
-    def make(self, store: Store, team: Team, timeout: timedelta) -> _Rules:
+    def make(self, store, team, timeout):
         store = dist.PrefixStore(str(self.made), store)
         _StandIn.made += 1  # also those of another algorithm
         group = _Rules(dist.ProcessGroupGloo(store, team.rank, team.size, timeout=timeout))
         self.warm_up(group, team)
         return group
 
-    def forget(self, team: Team) -> None:
+    def forget(self, team):
         """Make the group of a team anew when it is next used."""
         team.torch_groups.pop(self.name, None)
 
-    def missing(self, team: Team) -> str | None:
+    def missing(self, team):
         return None
 
-    def carries(self, team: Team, gpu: bool) -> bool:
+    def carries(self, team, gpu):
         return not gpu
 
 

@@ -1,11 +1,8 @@
 """Each route's five operations on messages of bytes, as large as they come and cut into small pieces."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +10,10 @@ import torch
 from cases import EXTENTS, extents_of, starts, whole_of
 from collective import Findings, assert_on_all_ranks, change_settings, raises_on_all_ranks
 from nccl_rules import STAND_IN
-from torch import Tensor
 
 import hpcdist as hd
 from hpcdist.comm import mpi, team as teams
-from hpcdist.comm.route import Alltoall, Route
-from hpcdist.comm.team import Team
+from hpcdist.comm.route import Alltoall
 from hpcdist.comm.tuning import ALGORITHMS, Rule
 from hpcdist.formats import plain
 from hpcdist.layout import limits as sizes
@@ -30,19 +25,18 @@ pytestmark = pytest.mark.mpi
 PIECE = 7  # bytes: divides no message of the tests evenly
 
 
-def by(algorithm: str, route: type[Route] = mpi.Mpi) -> Route:
+def by(algorithm, route=mpi.Mpi):
     """A route by one algorithm, or by sends and receives in operations that do not have it."""
 
-    class By(route):  # type: ignore[misc, valid-type]
-        def rule(self, team: Team, operation: str, total: int, largest: int) -> Rule:
+    class By(route):
+        def rule(self, team, operation, total, largest):
             known = algorithm in ALGORITHMS[self.table + operation]
             return Rule(0, 0, algorithm if known else "sends", PIECE)
 
-    made: Route = By()
-    return made
+    return By()
 
 
-ROUTES: dict[str, Route] = {
+ROUTES = {
     "mpi": mpi.MPI_ROUTE,
     "mpi by ring": by("ring"),
     "mpi by sends": by("sends"),
@@ -58,7 +52,7 @@ ROUTES: dict[str, Route] = {
 
 
 @pytest.fixture(autouse=True)
-def rules() -> Iterator[None]:
+def rules():
     """The stand-in for NCCL asserts its rules; its groups are made anew for each test, to see their first use."""
     yield
     for team in hd.current()._context.teams.values():
@@ -66,7 +60,7 @@ def rules() -> Iterator[None]:
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "in pieces"])
-def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def limits(request, monkeypatch):
     """The limits that real messages seldom reach, as they are, or lowered below those of the tests."""
     if request.param:
         monkeypatch.setattr(mpi, "LIMIT", 100)
@@ -74,21 +68,21 @@ def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(sizes, "WINDOW", 33)
 
 
-def _team(world: hd.World, order: int) -> Team:
+def _team(world, order):
     """All ranks, in the order of the world or in reverse."""
     return world._context.team if order > 0 else world._context.team_of(_reversed(world))
 
 
-_reverse: list[object] = []
+_reverse = []
 
 
-def _reversed(world: hd.World) -> object:
+def _reversed(world):
     if not _reverse:
         _reverse.append(world.comm.Split(0, -world.rank))
     return _reverse[0]
 
 
-def _messages(size: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+def _messages(size):
     """Bytes by rank, and all messages one after the other: below and beyond every lowered limit."""
     for turn, case in enumerate(EXTENTS):
         for row in (1, 5, 40):
@@ -96,7 +90,7 @@ def _messages(size: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
             yield counts, whole_of((sum(counts),), torch.uint8, salt=turn)
 
 
-def _part(messages: Tensor, counts: tuple[int, ...], rank: int) -> Tensor:
+def _part(messages, counts, rank):
     start = starts(counts)[rank]
     return messages[start : start + counts[rank]].clone()
 
@@ -107,7 +101,7 @@ def _part(messages: Tensor, counts: tuple[int, ...], rank: int) -> Tensor:
 class TestRoute:
     """One battery for every route, and for a team whose ranks are not torch's."""
 
-    def test_gatherv_scatterv_and_allgatherv(self, world: hd.World, name: str, order: int) -> None:
+    def test_gatherv_scatterv_and_allgatherv(self, world, name, order):
         team, findings, route = _team(world, order), Findings(world.comm), ROUTES[name]
         for turn, (counts, messages) in enumerate(_messages(team.size)):
             root, at, mine = turn % team.size, starts(counts), _part(messages, counts, team.rank)
@@ -123,7 +117,7 @@ class TestRoute:
             findings.same(send, mine, f"send of {counts} to {root}")
         findings.settle()
 
-    def test_alltoallv(self, world: hd.World, name: str, order: int) -> None:
+    def test_alltoallv(self, world, name, order):
         """Rank i sends rank j table[i][j] bytes; with gaps between the messages, which stay as they were."""
         team, findings = _team(world, order), Findings(world.comm)
         ranks = range(team.size)
@@ -145,7 +139,7 @@ class TestRoute:
             findings.same(send, before, "send")
         findings.settle()
 
-    def test_exchange(self, world: hd.World, name: str, order: int) -> None:
+    def test_exchange(self, world, name, order):
         """Messages that each have memory of their own; some ranks have none to send, or to receive."""
         team, findings = _team(world, order), Findings(world.comm)
         ranks = range(team.size)
@@ -160,22 +154,22 @@ class TestRoute:
         findings.settle()
 
 
-def _letter(source: int, dest: int, length: int) -> Tensor:
+def _letter(source, dest, length):
     """The message of `length` bytes from `source` to `dest`."""
     return whole_of((length,), torch.uint8, salt=10 * source + dest)
 
 
 @pytest.mark.parametrize("most", [64, 0])
-def test_staged_stays_within_its_window(world: hd.World, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staged_stays_within_its_window(world, most, monkeypatch):
     """What the inner route is given is never longer than the window, and every round is packed; a byte of each rank
     always fits."""
     monkeypatch.setattr(sizes, "WINDOW", most)
-    seen: list[tuple[int, int]] = []
+    seen = []
 
     class Spy:
         name = "spy"
 
-        def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: list[int], displs: list[int]) -> None:
+        def allgatherv(self, team, send, recv, counts, displs):
             seen.append((send.numel(), recv.numel()))
             assert displs == starts(tuple(counts))
             assert recv.numel() == sum(counts)
@@ -184,7 +178,7 @@ def test_staged_stays_within_its_window(world: hd.World, most: int, monkeypatch:
     counts = tuple(100 * (rank + 1) for rank in range(world.world_size))
     messages = whole_of((sum(counts),), torch.uint8)
     recv, mine, step = torch.zeros_like(messages), _part(messages, counts, world.rank), max(1, most // world.world_size)
-    select.Staged(Spy()).allgatherv(world._context.team, mine, recv, counts, starts(counts))  # type: ignore[arg-type]
+    select.Staged(Spy()).allgatherv(world._context.team, mine, recv, counts, starts(counts))
     findings = Findings(world.comm)
     findings.same(recv, messages, "allgatherv")
     findings.check(len(seen) == -(-max(counts) // step), f"{len(seen)} rounds")
@@ -193,7 +187,7 @@ def test_staged_stays_within_its_window(world: hd.World, most: int, monkeypatch:
     findings.settle()
 
 
-def test_which_route_is_taken(world: hd.World) -> None:
+def test_which_route_is_taken(world):
     """mpi for host memory; gloo is staged on all ranks alike where one has GPU memory."""
     team, size = world._context.team, world.world_size
     host, one_gpu = (MemoryKind.CPU,) * size, (MemoryKind.GPU, *(MemoryKind.CPU,) * (size - 1))
@@ -204,7 +198,7 @@ def test_which_route_is_taken(world: hd.World) -> None:
     assert ("auto", *select.ROUTES) == teams.ROUTES
 
 
-def test_nccl_without_a_gpu_for_each_rank(world: hd.World) -> None:
+def test_nccl_without_a_gpu_for_each_rank(world):
     """Refused everywhere, with what to do instead."""
     if world.settings.own_gpus:
         assert c10d.NCCL.missing(world._context.team) is None
@@ -215,14 +209,14 @@ def test_nccl_without_a_gpu_for_each_rank(world: hd.World) -> None:
     assert_on_all_ranks(world.comm, "use route mpi or auto" in str(error), error)
 
 
-def test_the_staging_folder(world: hd.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_staging_folder(world, tmp_path, monkeypatch):
     """The files are in it while a call runs, readable by their user alone, and gone afterwards; leftovers are swept."""
     folder = Path(world.comm.bcast(str(tmp_path)))
     change_settings(monkeypatch, world, staging=str(folder))
     if world.rank == 0:
         (folder / "hpcdist-stage-old.h5").touch()
         os.utime(folder / "hpcdist-stage-old.h5", (0, 0))
-    seen: list[tuple[str, int]] = []
+    seen = []
     check = hdf5_files._check_visible
     monkeypatch.setattr(
         hdf5_files,
@@ -239,11 +233,11 @@ def test_the_staging_folder(world: hd.World, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_staging_folder_that_cannot_be_used(world: hd.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_staging_folder_that_cannot_be_used(world, tmp_path, monkeypatch):
     """Missing, not shared, full: the same error everywhere, nothing left, and the next call succeeds."""
     folder, x = Path(world.comm.bcast(str(tmp_path))), torch.ones(3)
 
-    def refused(text: str) -> None:
+    def refused(text):
         error = raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.concat(x, route="hdf5"))
         assert_on_all_ranks(world.comm, text in str(error), error)
         assert_on_all_ranks(world.comm, os.listdir(folder) == [], os.listdir(folder))
@@ -258,7 +252,7 @@ def test_a_staging_folder_that_cannot_be_used(world: hd.World, tmp_path: Path, m
     change_settings(monkeypatch, world, staging=str(folder))
     write = plain.write_at
 
-    def full(*args: object) -> None:
+    def full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(plain, "write_at", full if world.rank == world.world_size - 1 else write)

@@ -1,22 +1,16 @@
 """Results that the ranks of a node share, and messages through windows, on one node and on pretended ones."""
 
-from __future__ import annotations
-
 import copy
 import io
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
 from cases import DTYPES, EXTENTS, STRIDES, copy_of, extents_of, part, same_bits, strides_for, whole_of
 from collective import Findings, assert_on_all_ranks, change_settings, raises_on_all_ranks
-from mpi4py import MPI
-from torch import Tensor
 
 import hpcdist as hd
 from hpcdist.comm import messages, tuning, window
-from hpcdist.comm.team import Team
 from hpcdist.layout import limits
 from hpcdist.tensors import shared_memory
 
@@ -36,7 +30,7 @@ BY_WINDOW = {"allgatherv": "window"}
 
 
 @pytest.fixture(params=["large pieces", "small pieces"])
-def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def small(request, monkeypatch):
     """Small messages take the way of large ones; and are cut, where the limits are lowered, too."""
     monkeypatch.setattr(window, "SHARED_LEAST", 0)
     monkeypatch.setattr(tuning, "default", lambda _, __, name: [tuning.Rule(0, 0, BY_WINDOW.get(name, "mpi"))])
@@ -47,7 +41,7 @@ def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.fixture(params=PLACES)
-def comm(request: pytest.FixtureRequest, world: hd.World, monkeypatch: pytest.MonkeyPatch) -> Iterator[MPI.Intracomm]:
+def comm(request, world, monkeypatch):
     """All ranks, in reverse order, on pretended nodes: each of them has windows of its own."""
     with pytest.MonkeyPatch.context() as patch:
         change_settings(patch, world, node_of=PLACES[request.param](world.world_size))
@@ -57,12 +51,12 @@ def comm(request: pytest.FixtureRequest, world: hd.World, monkeypatch: pytest.Mo
         found.Free()
 
 
-def _team(world: hd.World, group: MPI.Intracomm | None = None) -> Team:
+def _team(world, group=None):
     return world._context.team_of(group)
 
 
 @pytest.mark.usefixtures("small")
-def test_every_result_is_that_of_plain_indexing(world: hd.World, comm: MPI.Intracomm) -> None:
+def test_every_result_is_that_of_plain_indexing(world, comm):
     findings, rank, size = Findings(world.comm), comm.rank, comm.size
     turn = 0
     for case in EXTENTS:
@@ -87,14 +81,14 @@ def test_every_result_is_that_of_plain_indexing(world: hd.World, comm: MPI.Intra
 
 
 @pytest.mark.usefixtures("small")
-def test_structures_come_through_the_windows(world: hd.World, comm: MPI.Intracomm) -> None:
+def test_structures_come_through_the_windows(world, comm):
     shards = whole_of((comm.size, 5000), torch.float64)
     got = hd.concat({"x": shards[comm.rank], "list": [shards[comm.rank]] * (comm.rank % 2)}, group=comm)
     good = same_bits(got["x"], shards.view(-1)) and all(map(same_bits, got["list"], shards[1::2]))
     assert_on_all_ranks(world.comm, good and len(got["list"]) == comm.size // 2)
 
 
-def test_each_byte_crosses_a_wire_once(world: hd.World, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_byte_crosses_a_wire_once(world, comm, monkeypatch):
     """Where ranks share what comes over a wire. Counted where the messages are handed to MPI; shared and private
     results, and all local ranks take part."""
     received, real, team = [], messages.start, _team(world, comm)
@@ -103,7 +97,7 @@ def test_each_byte_crosses_a_wire_once(world: hd.World, comm: MPI.Intracomm, mon
     if not helps:
         return
 
-    def spy(comm: MPI.Intracomm, sends: list[messages.Message], recvs: list[messages.Message]) -> object:
+    def spy(comm, sends, recvs):
         received.append(sum(view.nbytes for _, view in recvs))
         return real(comm, sends, recvs)
 
@@ -117,18 +111,18 @@ def test_each_byte_crosses_a_wire_once(world: hd.World, comm: MPI.Intracomm, mon
         assert_on_all_ranks(world.comm, sum(parts) == others and max(parts) <= 1.1 * min(parts), parts)
 
 
-def _shared(world: hd.World, value: int, group: MPI.Intracomm | None = None) -> Tensor:
+def _shared(world, value, group=None):
     whole = hd.concat(torch.full((LARGE,), float(world.rank + value)), shared=True, group=group)
     assert _team(world, group).unshared is None, _team(world, group).unshared
     return whole
 
 
-def _good(world: hd.World, whole: Tensor, value: int) -> bool:
+def _good(world, whole, value):
     expected = torch.arange(value, value + world.world_size, dtype=torch.float32).repeat_interleave(LARGE)
     return torch.equal(whole, expected)
 
 
-def test_results_are_held_freed_and_their_memory_used_again(world: hd.World) -> None:
+def test_results_are_held_freed_and_their_memory_used_again(world):
     findings = Findings(world.comm)
     windows = _team(world).windows
     held = [_shared(world, 10 * i) for i in range(4)]
@@ -151,7 +145,7 @@ def test_results_are_held_freed_and_their_memory_used_again(world: hd.World) -> 
     findings.settle()
 
 
-def test_memory_of_a_node_is_that_of_one_result(world: hd.World) -> None:
+def test_memory_of_a_node_is_that_of_one_result(world):
     group = world.comm.Dup()
     whole = hd.concat(torch.ones(1_000_003), shared=True, group=group)
     slots = _team(world, group).windows._slots
@@ -162,9 +156,7 @@ def test_memory_of_a_node_is_that_of_one_result(world: hd.World) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["open", "closed"])
-def test_what_a_rank_writes_in_place_no_other_rank_sees(
-    world: hd.World, kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_rank_writes_in_place_no_other_rank_sees(world, kernel, monkeypatch):
     """Nor does it see that itself in a later result; whatever the kernel tells of a process's own pages."""
     if kernel == "closed":
         monkeypatch.setattr(shared_memory, "_PAGEMAP", "/nowhere")
@@ -187,7 +179,7 @@ def test_what_a_rank_writes_in_place_no_other_rank_sees(
     findings.settle()
 
 
-def test_the_storage_of_a_result_is_its_own_part(world: hd.World) -> None:
+def test_the_storage_of_a_result_is_its_own_part(world):
     """torch.save and copy.deepcopy take the whole storage: not the parts of other ranks, nor what was there before."""
     whole = torch.arange(float(world.world_size * LARGE)) if world.rank == 0 else None
     for got in (hd.split(whole, shared=True), hd.concat(torch.ones(LARGE + 12345), shared=True)):
@@ -201,7 +193,7 @@ def test_the_storage_of_a_result_is_its_own_part(world: hd.World) -> None:
         assert_on_all_ranks(world.comm, torch.equal(torch.load(file), got))
 
 
-def test_gradients_and_the_background(world: hd.World) -> None:
+def test_gradients_and_the_background(world):
     x = torch.full((LARGE,), float(world.rank), requires_grad=True)
     whole = hd.concat(x, shared=True)
     (whole * 2).sum().backward()
@@ -215,7 +207,7 @@ def test_gradients_and_the_background(world: hd.World) -> None:
     assert_on_all_ranks(world.comm, all(good) and team.unshared is None, (good, team.unshared))
 
 
-def test_wrong_calls_are_refused_on_all_ranks(world: hd.World) -> None:
+def test_wrong_calls_are_refused_on_all_ranks(world):
     x, size = torch.ones(LARGE), world.world_size
     cases = [
         (lambda: hd.concat(x, shared=True, out=torch.empty(LARGE * size)), "out is given, but shared=True"),

@@ -1,7 +1,5 @@
 """The kind of accelerator for which torch was built."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ from hpcdist.tensors import accelerator
     ("built_for", "kind"),
     [("cuda", ("cuda", "nccl")), ("xpu", ("xpu", "xccl")), ("mps", ("cuda", "nccl")), (None, ("cuda", "nccl"))],
 )
-def test_kind_and_library(built_for: str | None, kind: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kind_and_library(built_for, kind, monkeypatch):
     """Of others, no GPUs are found."""
     device = None if built_for is None else torch.device(built_for)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: device)

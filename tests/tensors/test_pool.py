@@ -1,7 +1,5 @@
 """The pool of result memory: a block serves again when nothing refers to it any more, and never before."""
 
-from __future__ import annotations
-
 import gc
 import io
 import itertools
@@ -11,10 +9,8 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,7 +29,7 @@ CALLS = 6
 
 
 @pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[pool.Pool]:
+def own(monkeypatch):
     """A pool of 64 MiB, instead of the world's."""
     monkeypatch.setattr(pool, "_pool", pool.Pool(64 * MIB))
     assert pool._pool.problem == ""
@@ -41,20 +37,20 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[pool.Pool]:
     monkeypatch.undo()
 
 
-def _new(nbytes: int = MIB) -> Tensor:
+def _new(nbytes=MIB):
     return pool.empty([nbytes], torch.uint8, CPU)
 
 
 # --- what keeps a block ----------------------------------------------------------------------------------------------
 
 
-def _graph(x: Tensor) -> Tensor:
+def _graph(x):
     """Only the graph refers to `x`: saved for the backward pass."""
     weight = torch.ones(x.shape, requires_grad=True)
     return (weight * x.view(x.shape)).sum()
 
 
-KEEPERS: dict[str, Callable[[Tensor], Any]] = {
+KEEPERS = {
     "a view": lambda x: x[5:9],
     "a view as another dtype": lambda x: x.view(torch.int32),
     "a detached tensor": lambda x: x.detach(),
@@ -79,7 +75,7 @@ ARRAYS = ("a numpy array", "a view of a numpy array", "a memoryview")
 
 
 @pytest.mark.once
-def test_what_was_an_array_serves_where_nothing_is_resized(own: pool.Pool) -> None:
+def test_what_was_an_array_serves_where_nothing_is_resized(own):
     for turn in range(4):
         x = pool.empty([MIB], torch.uint8, CPU, fixed=True)
         x.numpy()[:] = turn
@@ -92,7 +88,7 @@ def test_what_was_an_array_serves_where_nothing_is_resized(own: pool.Pool) -> No
 @pytest.mark.once
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("name", KEEPERS)
-def test_what_keeps_a_block(own: pool.Pool, name: str) -> None:
+def test_what_keeps_a_block(own, name):
     x = _new()
     address = x.data_ptr()
     kept = KEEPERS[name](x.fill_(7))
@@ -111,7 +107,7 @@ def test_what_keeps_a_block(own: pool.Pool, name: str) -> None:
 
 @pytest.mark.once
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_block_serves_again(own: pool.Pool, dtype: torch.dtype) -> None:
+def test_a_block_serves_again(own, dtype):
     x = pool.empty((1024, 512), torch.float32, CPU)
     address, shape = x.data_ptr(), (512, 4096 // dtype.itemsize)
     del x
@@ -139,7 +135,7 @@ def test_a_block_serves_again(own: pool.Pool, dtype: torch.dtype) -> None:
     ],
     ids=["resize_", "resize_(0)", "smaller", "share_memory_", "storage.share_memory_"],
 )
-def test_a_block_that_is_not_what_it_was(own: pool.Pool, change: Callable[[Tensor], Any]) -> None:
+def test_a_block_that_is_not_what_it_was(own, change):
     x = _new(4 * MIB).fill_(5)
     change(x)
     del x
@@ -150,7 +146,7 @@ def test_a_block_that_is_not_what_it_was(own: pool.Pool, change: Callable[[Tenso
 
 
 @pytest.mark.once
-def test_a_forked_child(own: pool.Pool) -> None:
+def test_a_forked_child(own):
     """Neither process disturbs the memory of the other; in the child the pool is empty."""
     held, idle = _new().fill_(1), _new().fill_(2)
     del idle
@@ -178,10 +174,10 @@ def test_a_forked_child(own: pool.Pool) -> None:
 
 
 @pytest.mark.once
-def test_a_child_that_is_forked_while_a_thread_has_the_lock() -> None:
+def test_a_child_that_is_forked_while_a_thread_has_the_lock():
     began, end = threading.Event(), threading.Event()
 
-    def hold() -> None:
+    def hold():
         with pool._pool._lock:
             began.set()
             end.wait(60)
@@ -198,16 +194,16 @@ def test_a_child_that_is_forked_while_a_thread_has_the_lock() -> None:
 
 
 @pytest.mark.once
-def test_threads(own: pool.Pool) -> None:
+def test_threads(own):
     """Each fills and checks its own tensors, while others sweep and clear."""
-    wrong: list[tuple[int, int]] = []
+    wrong = []
     end = time.monotonic() + 60
 
-    def goes_on() -> bool:
+    def goes_on():
         return own.reused <= 50 and time.monotonic() < end
 
-    def work(number: int) -> None:
-        held: list[tuple[Tensor, int]] = []
+    def work(number):
+        held = []
         turn = number
         while goes_on() or turn < 16 * 50:
             turn += 16
@@ -218,7 +214,7 @@ def test_threads(own: pool.Pool) -> None:
                 if not kept.eq(value).all():
                     wrong.append((number, turn))
 
-    def maintain() -> None:
+    def maintain():
         while goes_on() or any(thread.is_alive() for thread in threads[:-1]):
             own.sweep(0.0)
             own.stats()
@@ -235,11 +231,11 @@ def test_threads(own: pool.Pool) -> None:
 
 
 @pytest.mark.once
-def test_a_signal_handler_that_interrupts_the_pool(own: pool.Pool) -> None:
+def test_a_signal_handler_that_interrupts_the_pool(own):
     """It gets memory of its own, even if it comes between finding a block and making a tensor on it."""
-    got: list[Tensor] = []
+    got = []
 
-    def handler(*_: object) -> None:
+    def handler(*_):
         got.append(_new().fill_(1))
         hd.memory.empty_cache()
         hd.memory.memory_stats()
@@ -261,7 +257,7 @@ def test_a_signal_handler_that_interrupts_the_pool(own: pool.Pool) -> None:
 
 
 @pytest.mark.once
-def test_ragged_sizes_find_a_block(own: pool.Pool) -> None:
+def test_ragged_sizes_find_a_block(own):
     sizes = [4 * MIB + 1000 * i for i in (3, 60, 17, 200, 4, 120)]  # all in one class
     for size in sizes:
         x = _new(size)
@@ -272,7 +268,7 @@ def test_ragged_sizes_find_a_block(own: pool.Pool) -> None:
 
 
 @pytest.mark.once
-def test_one_size_has_no_slack(own: pool.Pool) -> None:
+def test_one_size_has_no_slack(own):
     """So that torch.save, which writes the whole storage, writes no more."""
     for i in range(3):
         x = _new(MIB + 12345).fill_(i)
@@ -285,7 +281,7 @@ def test_one_size_has_no_slack(own: pool.Pool) -> None:
 
 
 @pytest.mark.once
-def test_the_bound_drops_what_was_used_longest_ago(own: pool.Pool) -> None:
+def test_the_bound_drops_what_was_used_longest_ago(own):
     first = _new(20 * MIB).fill_(1)
     second = _new(24 * MIB).fill_(2)
     own.take(20 * MIB, (1,), torch.uint8)
@@ -304,11 +300,11 @@ def test_the_bound_drops_what_was_used_longest_ago(own: pool.Pool) -> None:
 
 
 @pytest.mark.once
-def test_a_block_does_not_serve_while_the_kernel_frees_it(own: pool.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_does_not_serve_while_the_kernel_frees_it(own, monkeypatch):
     """Another thread may take a block meanwhile: what it writes must not be freed."""
     address, served = _new().data_ptr(), []
 
-    def advise(start: int, nbytes: int, advice: int) -> None:
+    def advise(start, nbytes, advice):
         taken = _new()
         served.append((start, taken.data_ptr()))
 
@@ -321,7 +317,7 @@ def test_a_block_does_not_serve_while_the_kernel_frees_it(own: pool.Pool, monkey
 
 
 @pytest.mark.once
-def test_the_kernel_takes_what_is_idle(own: pool.Pool) -> None:
+def test_the_kernel_takes_what_is_idle(own):
     """After some seconds its pages become ones that the kernel can take, and those in use stay what they are."""
     used, idle = _new(16 * MIB).fill_(1), _new(8 * MIB).fill_(2)
     before = _lazy()
@@ -333,19 +329,19 @@ def test_the_kernel_takes_what_is_idle(own: pool.Pool) -> None:
     assert _lazy() - before < 2 * MIB and again.eq(3).all() and own.reused == 1
 
 
-def _lazy() -> int:
+def _lazy():
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     (found,) = [line for line in lines if line.startswith("LazyFree")]
     return int(found.split()[1]) * 1024
 
 
 @pytest.mark.once
-def test_memory_that_is_short(own: pool.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_short(own, monkeypatch):
     """The idle blocks are freed before it is an error."""
     _new(8 * MIB), _new(4 * MIB)
     real, room = pool.Block.__init__, [False, True]
 
-    def scarce(block: pool.Block, nbytes: int, size: int) -> None:
+    def scarce(block, nbytes, size):
         if not room.pop(0):
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
         real(block, nbytes, size)
@@ -361,7 +357,7 @@ def test_memory_that_is_short(own: pool.Pool, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.once
-def test_a_torch_that_counts_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_counts_otherwise(monkeypatch):
     numbers = itertools.count()
     for count in (lambda handle: next(numbers), None):
         pool.problem.cache_clear()
@@ -380,7 +376,7 @@ def test_a_torch_that_counts_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.once
-def test_the_limit() -> None:
+def test_the_limit():
     assert pool.limit_of(None, 2**30) == pool.limit_of("", 2**30) == 2**27
     assert [pool.limit_of(text, 1) for text in ("0", "100", "2G", "512MiB")] == [0, 100, 2**31, 2**29]
     for text in ("-1", "much", "1.5G", "9" * 30):
@@ -392,20 +388,20 @@ def test_the_limit() -> None:
 # --- results ---------------------------------------------------------------------------------------------------------
 
 
-def _shard(rank: int, i: int) -> Tensor:
+def _shard(rank, i):
     """Of call i."""
     return (torch.arange(MIB // 4 * (rank + 1)) + 10**7 * rank + 10**9 * i).view(-1, 16)
 
 
-def _calls(world: hd.World, folder: Path) -> dict[str, tuple[Callable[[int], Any], Callable[[int], Any]]]:
+def _calls(world, folder):
     """(make the result of call i, what it must be)."""
     rank, size = world.rank, world.world_size
     mine, before = partial(_shard, rank), (rank - 1) % size
 
-    def whole(i: int) -> Tensor:
+    def whole(i):
         return torch.cat([_shard(r, i) for r in range(size)])
 
-    def passed_on(i: int) -> Any:
+    def passed_on(i):
         sent = hd.isend(mine(i), (rank + 1) % size)
         got = hd.recv(before)
         sent.wait(60)
@@ -431,25 +427,25 @@ def _calls(world: hd.World, folder: Path) -> dict[str, tuple[Callable[[int], Any
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("held", [1, 3])
-def test_results_of_repeated_calls(world: hd.World, folder: Path, held: int) -> None:
+def test_results_of_repeated_calls(world, folder, held):
     """While earlier ones are held."""
     findings = Findings(world.comm)
     hd.memory.empty_cache()
     before = hd.memory.memory_stats()["num_reuses"]
     for name, (call, want) in _calls(world, folder).items():
-        results: list[tuple[int, Tensor | None]] = []
+        results = []
         for i in range(CALLS):
             results = [*results, (i, call(i))][-held:]
             for j, result in results:
                 expected = want(j)
                 right = result is None if expected is None else result is not None and torch.equal(result, expected)
                 findings.check(right, f"{name}: result {j} after call {i}")
-    findings.check(hd.memory.memory_stats()["num_reuses"] > before, hd.memory.memory_stats())  # type: ignore[operator]
+    findings.check(hd.memory.memory_stats()["num_reuses"] > before, hd.memory.memory_stats())
     findings.settle()
 
 
 @pytest.mark.mpi
-def test_the_watching_thread_sweeps(world: hd.World) -> None:
+def test_the_watching_thread_sweeps(world):
     findings = Findings(world.comm)
     hd.memory.empty_cache()
     for _ in range(2):

@@ -1,7 +1,5 @@
 """A block of memory without a name, and what a process sees of it."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -10,7 +8,7 @@ from hpcdist.tensors import shared_memory
 from hpcdist.tensors.shared_memory import SharedBlock
 
 
-def test_a_private_view_follows_the_block_but_for_pages_written_in_place() -> None:
+def test_a_private_view_follows_the_block_but_for_pages_written_in_place():
     block = SharedBlock(5 * 4096)
     block.allocate(0, 5 * 4096)
     assert os.fstat(block.fd).st_blocks * 512 == 5 * 4096
@@ -28,7 +26,7 @@ def test_a_private_view_follows_the_block_but_for_pages_written_in_place() -> No
     assert (private == 2).all(), "unmapped below an array"
 
 
-def test_pages_of_its_own_are_found_on_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_of_its_own_are_found_on_every_kernel(monkeypatch):
     monkeypatch.setattr(shared_memory, "_CHUNK", 16)
     block = SharedBlock(7 * 4096)
     private = block.private()
@@ -43,17 +41,17 @@ def test_pages_of_its_own_are_found_on_every_kernel(monkeypatch: pytest.MonkeyPa
     block.close()
 
 
-def test_a_block_that_cannot_be_mapped_leaves_nothing_open() -> None:
+def test_a_block_that_cannot_be_mapped_leaves_nothing_open():
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match=r"memory|large|argument"):
         SharedBlock(2**62)
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_memory_is_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_taken_in_pieces(monkeypatch):
     """Older kernels begin anew after a signal: one call for many gigabytes would never end beside a profiler."""
     monkeypatch.setattr(shared_memory, "_PIECE", 2 * 4096)
-    taken: list[tuple[int, int]] = []
+    taken = []
     monkeypatch.setattr(os, "posix_fallocate", lambda fd, start, length: taken.append((start, length)))
     block = SharedBlock(6 * 4096)
     block.allocate(4096, 5 * 4096)

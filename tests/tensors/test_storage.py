@@ -1,7 +1,5 @@
 """Tensor <-> message, on one process."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -16,14 +14,14 @@ SHAPES = [(4,), (4, 3), (2, 4, 3), (2, 3, 4, 2), (1, 4), (0, 4), (4, 0), (4, 1, 
 CPU = torch.device("cpu")
 
 
-def test_every_dtype_travels_but_the_quantized() -> None:
+def test_every_dtype_travels_but_the_quantized():
     """Their values depend on a scale beside the memory."""
     every = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     left_out = {str(dtype) for dtype in every - set(DTYPES)}
     assert all(name.startswith(("torch.q", "torch.quint")) for name in left_out), left_out
 
 
-def test_the_number_of_a_dtype_never_changes() -> None:
+def test_the_number_of_a_dtype_never_changes():
     """Ranks, and processes, may run different versions of torch and of hpcdist."""
     numbers = {str(dtype).removeprefix("torch."): number for dtype, number in DTYPES.items()}
     known = {"float64": 0, "bfloat16": 3, "float8_e8m0fnu": 8, "int64": 9, "bool": 17, "complex32": 20}
@@ -34,7 +32,7 @@ def test_the_number_of_a_dtype_never_changes() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_row_major_is_x_or_a_copy_in_row_major_order(dtype: torch.dtype) -> None:
+def test_row_major_is_x_or_a_copy_in_row_major_order(dtype):
     """clone() alone keeps the order of the strides, and what is sent is the memory as it is."""
     for name in ("contiguous", "transposed", "stepped", "expanded"):
         x = STRIDES[name](whole_of((3, 4), dtype))
@@ -48,7 +46,7 @@ def test_row_major_is_x_or_a_copy_in_row_major_order(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.complex32, torch.bool], ids=str)
-def test_plain_keeps_the_values_without_their_history(dtype: torch.dtype) -> None:
+def test_plain_keeps_the_values_without_their_history(dtype):
     for name in strides_for(dtype):
         x = STRIDES[name](whole_of((3, 4), dtype))
         y = resolved(x)
@@ -58,7 +56,7 @@ def test_plain_keeps_the_values_without_their_history(dtype: torch.dtype) -> Non
     assert not resolved(leaf).requires_grad and not resolved(leaf * 2).requires_grad
 
 
-def test_overlap() -> None:
+def test_overlap():
     """Arrays of NumPy that share memory become tensors whose storages start at different addresses."""
     x, memory = torch.arange(10), np.arange(10)
     first, later = torch.from_numpy(memory[:6]), torch.from_numpy(memory[4:])
@@ -70,7 +68,7 @@ def test_overlap() -> None:
 
 @pytest.mark.parametrize("case", EXTENTS)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_blocks_against_plain_indexing(case: str, size: int) -> None:
+def test_blocks_against_plain_indexing(case, size):
     """pack() makes the messages that plain indexing gives; recv_buffer() and unpack() reverse it."""
     extents = extents_of(case, size)
     for shape in SHAPES:
@@ -98,7 +96,7 @@ def test_blocks_against_plain_indexing(case: str, size: int) -> None:
                 assert memory.is_contiguous()
 
 
-def test_no_copy_where_the_messages_are_the_whole() -> None:
+def test_no_copy_where_the_messages_are_the_whole():
     whole = whole_of((6, 4), torch.int32)
     joined = blocks((2, 4), 0, (2, 4), torch.int32)
     assert joined.pack(whole).data_ptr() == whole.data_ptr()
@@ -110,7 +108,7 @@ def test_no_copy_where_the_messages_are_the_whole() -> None:
     assert across.pack(whole).data_ptr() != whole.data_ptr()
 
 
-def test_blocks_beyond_an_int() -> None:
+def test_blocks_beyond_an_int():
     """Counts and displacements are exact where an int32 or int64 product of shapes could wrap."""
     cut = blocks((1, 2**20), 0, (2**15, 2**15, 2**15), torch.float64)
     assert cut.counts == [2**38] * 3
@@ -118,7 +116,7 @@ def test_blocks_beyond_an_int() -> None:
     assert cut.nbytes == 3 * 2**38
 
 
-def test_scratch_memory_is_used_again() -> None:
+def test_scratch_memory_is_used_again():
     scratch, first = Scratch(pinned=False), []
     for shape in ((3, 4), (2, 2), (4, 4)):
         scratch.reset()

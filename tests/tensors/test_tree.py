@@ -1,7 +1,5 @@
 """Structures: taken apart and put together again, what is refused, and headers that lie."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import OrderedDict, defaultdict, namedtuple
@@ -45,7 +43,7 @@ class Sample:
     derived: int = field(init=False, default=7)
     seed: InitVar[int] = 3
 
-    def __post_init__(self, seed: int) -> None:
+    def __post_init__(self, seed):
         self.derived = seed
 
 
@@ -60,7 +58,7 @@ class Output(dict[str, Any]):
 class Layer(torch.nn.Module):
     size: int = 1
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         super().__init__()
 
 
@@ -81,7 +79,7 @@ class Circle:
     radius: float
 
     @cached_property
-    def area(self) -> float:
+    def area(self):
         return 3 * self.radius**2
 
 
@@ -89,12 +87,11 @@ class Named(Point):
     """A named tuple with room for more."""
 
 
-def _round_trip(value: Any, allow_pickle: bool = False) -> Any:
+def _round_trip(value, allow_pickle=False):
     """Through the bytes that would travel."""
     parts = tree.flatten(value, allow_pickle)
     contents = Contents.of(parts.tensors)
-    header = Header(message.encode(parts.spec, contents, number=1))
-    assert header.more == {"number": 1}
+    header = Header(message.encode(parts.spec, contents))
     packed = message.pack(parts.tensors, contents)
     assert packed.numel() == header.packed
     places = header.unpack(packed, torch.device("cpu"))
@@ -116,12 +113,12 @@ def _round_trip(value: Any, allow_pickle: bool = False) -> Any:
     ],
     ids=lambda value: f"{value!r:.30}" if value.__class__ is not int else f"{value % 2**70}",
 )
-def test_values(value: Any) -> None:
+def test_values(value):
     assert differs(_round_trip(value), value) is None
 
 
-def test_tensors_of_every_kind() -> None:
-    found: list[Tensor] = []
+def test_tensors_of_every_kind():
+    found = []
     for turn, dtype in enumerate(DTYPES):
         for shape in [(), (0,), (3,), (2, 0, 4), (2, 3), (1, 1, 1, 1)]:
             found.append(whole_of(shape, dtype, salt=turn))
@@ -137,7 +134,7 @@ def test_tensors_of_every_kind() -> None:
         assert y.untyped_storage().nbytes() == y.nbytes  # memory of its own
 
 
-def test_arrays_of_every_kind() -> None:
+def test_arrays_of_every_kind():
     """Also those that torch cannot take as they lie: a field of a structured array, one that is not aligned, mapped
     memory, one without strides."""
     base, rows = np.arange(24, dtype=np.int32).reshape(2, 3, 4), np.zeros(3, [("a", "i4"), ("b", "f8")])
@@ -154,7 +151,7 @@ def test_arrays_of_every_kind() -> None:
     assert _round_trip(base.astype(">i4")).tolist() == base.tolist()
 
 
-def test_parameters_and_graphs_stay_here() -> None:
+def test_parameters_and_graphs_stay_here():
     leaf = torch.ones(2, requires_grad=True)
     got = _round_trip({"p": torch.nn.Parameter(leaf * 2), "y": leaf * 3})
     assert not got["p"].requires_grad and type(got["p"]) is Tensor and got["y"].tolist() == [3, 3]
@@ -182,13 +179,13 @@ def test_parameters_and_graphs_stay_here() -> None:
     ],
     ids=str,
 )
-def test_what_is_refused(value: Any, told: str) -> None:
+def test_what_is_refused(value, told):
     with pytest.raises(TypeError, match=told):
         tree.flatten(value)
 
 
 @pytest.mark.parametrize(("x", "nbytes"), [(torch.zeros(16), 64), (torch.zeros(8, 8)[1::2, ::7], 256)])
-def test_a_storage_that_was_made_smaller(x: Tensor, nbytes: int) -> None:
+def test_a_storage_that_was_made_smaller(x, nbytes):
     """Reading such a tensor would go beyond the memory."""
     assert storage.is_plain(x) is x.is_contiguous()
     x.untyped_storage().resize_(24)
@@ -198,7 +195,7 @@ def test_a_storage_that_was_made_smaller(x: Tensor, nbytes: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_is_more_than_its_memory() -> None:
+def test_what_is_more_than_its_memory():
     """Of which torch and numpy warn when it is made."""
     refused = {
         "MaskedTensor, of which only the memory would": torch.masked.masked_tensor(
@@ -213,7 +210,7 @@ def test_what_is_more_than_its_memory() -> None:
             tree.flatten({"m": value})
 
 
-def test_named_dims_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_dims_are_refused(monkeypatch):
     """In a torch that has them, before 2.13."""
     monkeypatch.setattr(storage, "_NAMED", True)
     monkeypatch.setattr(Tensor, "has_names", lambda x: True, raising=False)
@@ -221,7 +218,7 @@ def test_named_dims_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         tree.flatten(torch.ones(2))
 
 
-def test_a_packed_sequence_is_sent_as_it_is() -> None:
+def test_a_packed_sequence_is_sent_as_it_is():
     for ordered in (True, False):
         sequences = [torch.arange(n) for n in ((4, 2, 1) if ordered else (1, 4, 2))]
         packed = torch.nn.utils.rnn.pack_sequence(sequences, enforce_sorted=ordered)
@@ -231,7 +228,7 @@ def test_a_packed_sequence_is_sent_as_it_is() -> None:
         assert all(differs(x, y) is None for x, y in zip(got, packed, strict=True))
 
 
-def test_classes_that_others_cannot_find() -> None:
+def test_classes_that_others_cannot_find():
     @dataclass
     class Inner:
         x: int
@@ -240,14 +237,14 @@ def test_classes_that_others_cannot_find() -> None:
         tree.flatten([Inner(1)])
 
 
-def test_what_contains_itself() -> None:
-    endless: list[Any] = []
+def test_what_contains_itself():
+    endless = []
     endless.append(endless)
     with pytest.raises(ValueError, match=r"x: nested more than 100 levels deep, or it contains itself"):
         tree.flatten(endless)
 
 
-def test_pickle_only_if_both_sides_ask() -> None:
+def test_pickle_only_if_both_sides_ask():
     value = {"s": {1, 2}, "c": Colour.RED, "day": np.datetime64("2020-01-01"), "d": defaultdict(list, a=[1])}
     assert _round_trip(value, allow_pickle=True) == value
     masked = _round_trip(np.ma.masked_array([1, 2], [True, False]), allow_pickle=True)
@@ -258,26 +255,26 @@ def test_pickle_only_if_both_sides_ask() -> None:
 
 
 @pytest.mark.parametrize("name", ["os:system", "builtins:list", "no.such.module:X", "subprocess:Popen", "tests:", ":"])
-def test_a_header_names_no_other_class(name: str) -> None:
+def test_a_header_names_no_other_class(name):
     """Nothing is imported and nothing called because a message says so."""
     for spec in (["D", name, ["x", 1]], ["N", name, 1]):
         with pytest.raises(TypeError, match="not a dataclass or named tuple"):
             tree.rebuild(spec, lambda kind, i: None)
 
 
-def test_looking_for_a_class_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looking_for_a_class_runs_nothing(monkeypatch):
     """Modules that import what is asked of them, and properties, are not asked."""
     module = ModuleType("lazy")
-    ran: list[str] = []
-    module.__getattr__ = ran.append  # type: ignore[method-assign]
+    ran = []
+    module.__getattr__ = ran.append
 
     class Holder:
         @property
-        def inner(self) -> object:
+        def inner(self):
             ran.append("inner")
             return None
 
-    module.holder = Holder()  # type: ignore[attr-defined]
+    module.holder = Holder()
     monkeypatch.setitem(sys.modules, "lazy", module)
     for name in ("lazy:anything", "lazy:holder.inner"):
         with pytest.raises(TypeError, match="not a dataclass or named tuple"):
@@ -285,7 +282,7 @@ def test_looking_for_a_class_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     assert ran == []
 
 
-def test_what_is_more_than_its_fields() -> None:
+def test_what_is_more_than_its_fields():
     """A dataclass that is a container too, or a module: its fields are not all there is."""
     for value in (Output({"logits": 1}), Layer()):
         with pytest.raises(TypeError, match="is not sent"):
@@ -296,26 +293,26 @@ def test_what_is_more_than_its_fields() -> None:
     named = Named(1)
     assert _round_trip(named) == named
     for value in (circle, named):
-        value.colour = "red"  # type: ignore[union-attr]
+        value.colour = "red"
         with pytest.raises(TypeError, match=r"x\[0\] has the attribute 'colour', which is not one of its fields"):
             tree.flatten([value])
     with pytest.raises(TypeError, match="has 2 fields here, but 1 on the sender"):
         tree.rebuild(["N", f"{Point.__module__}:Point", 1], lambda kind, i: None)
 
 
-def test_a_dataclass_with_other_fields() -> None:
+def test_a_dataclass_with_other_fields():
     name = f"{Frozen.__module__}:Frozen"
     with pytest.raises(TypeError, match="has the fields"):
         tree.rebuild(["D", name, ["other", 1]], lambda kind, i: None)
 
 
-def _header(rows: Any, **more: Any) -> bytes:
+def _header(rows, **more):
     """Of tensors [code, on a GPU, *shape], or of whatever else is given."""
     tensors = rows
     if isinstance(rows, list):
         columns = [row[0] for row in rows], [row[1] for row in rows], [row[2:] for row in rows]
         tensors = [columns[0], [bool(cuda) if cuda in (0, 1) else cuda for cuda in columns[1]], columns[2]]
-    return json.dumps({"spec": None, "more": {}, "tensors": tensors} | more).encode()
+    return json.dumps({"spec": None, "tensors": tensors} | more).encode()
 
 
 @pytest.mark.parametrize(
@@ -329,7 +326,7 @@ def _header(rows: Any, **more: Any) -> bytes:
     ],
     ids=lambda text: repr(text[:60]),
 )
-def test_headers_that_lie(text: bytes) -> None:
+def test_headers_that_lie(text):
     """Found before memory is taken."""
     with pytest.raises(HpcdistError, match=r"is damaged|more than the memory of this host"):
         Header.read(text)
@@ -338,7 +335,7 @@ def test_headers_that_lie(text: bytes) -> None:
 @pytest.mark.parametrize(
     "spec", [["?"], ["x"], ["x", 5], ["x", -1], ["d", 3], ["z"], ["i", "zz"], ["N"], [[]], [None]], ids=str
 )
-def test_descriptions_that_lie(spec: Any) -> None:
+def test_descriptions_that_lie(spec):
     held = {0: torch.zeros(1)}
     with pytest.raises((ValueError, TypeError, KeyError, IndexError)):
         tree.rebuild(spec, lambda kind, i: held[i])

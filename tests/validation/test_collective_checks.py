@@ -1,13 +1,11 @@
 """Every mistake on every single rank and on all: one error everywhere, naming who is wrong; then the job goes on."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -39,7 +37,7 @@ class Mistake:
     where: Callable[[hd.World, int], bool]
 
 
-def _right(world: hd.World, verb: str, root: int) -> dict[str, Any]:
+def _right(world, verb, root):
     shard = whole_of((ROWS, 3), torch.float32, salt=world.rank)
     if verb == "concat":
         return {"x": shard}
@@ -49,29 +47,29 @@ def _right(world: hd.World, verb: str, root: int) -> dict[str, Any]:
     return {"x": whole if world.rank == root else None, "root": root}
 
 
-def _call(world: hd.World, verb: str, root: int, changes: dict[str, Any]) -> object:
+def _call(world, verb, root, changes):
     return getattr(hd, verb)(**(_right(world, verb, root) | changes))
 
 
-def _others_work(world: hd.World) -> None:
+def _others_work(world):
     """The call after a refused one."""
     expected = torch.arange(world.world_size)
     assert_on_all_ranks(world.comm, torch.equal(hd.concat(expected[world.rank]), expected), "the next call")
 
 
-def _everywhere(world: hd.World, root: int) -> bool:
+def _everywhere(world, root):
     return True
 
 
-def _on_root(world: hd.World, root: int) -> bool:
+def _on_root(world, root):
     return world.rank == root
 
 
-def _elsewhere(world: hd.World, root: int) -> bool:
+def _elsewhere(world, root):
     return world.rank != root
 
 
-def _whole(world: hd.World, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def _whole(world, dtype=torch.float32):
     return torch.empty((ROWS * world.world_size, 3), dtype=dtype)
 
 
@@ -82,11 +80,11 @@ class _Wrapper(torch.Tensor):
     """A tensor that is only a description of others, like a DTensor."""
 
     @staticmethod
-    def __new__(cls) -> torch.Tensor:
+    def __new__(cls):
         return torch.Tensor._make_wrapper_subclass(cls, (3,), dtype=torch.float32)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         raise NotImplementedError(func)
 
 
@@ -94,12 +92,12 @@ with torch.inference_mode():
     _FROZEN = torch.empty(4, 3)
 _X = torch.zeros(2, 3)
 
-EVERY: list[tuple[str, Any, str]] = [
+EVERY = [
     ("dim", "0", "dim must be an int, got str '0'"),
     ("route", "tcp", "route is 'tcp', expected one of auto, nccl, gloo, mpi"),
     ("out", [0], "out must be a torch.Tensor, got list"),
 ]
-SHARDS: list[tuple[str, Any, str]] = [
+SHARDS = [
     ("x", object(), r"x is a builtins.object, which is not sent; expected tensors, numpy"),
     ("x", [1.0, print], r"x\[1\] is a builtins.builtin_function_or_method, which"),
     ("x", torch.eye(2).to_sparse(), "x must be a dense tensor, got layout torch.sparse_coo"),
@@ -108,7 +106,7 @@ SHARDS: list[tuple[str, Any, str]] = [
     ("out", lambda w: _whole(w, torch.float64), "out has dtype torch.float64, expected torch.float32, that of x"),
     ("out", lambda w: torch.cat([_whole(w)] * 2), r"out has extent (\d+) along dim, expected \d+"),
 ]
-CONCAT: list[tuple[str, Any, str]] = [
+CONCAT = [
     *(("dim", x, "dim must be an int") for x in (1.0, None, True, [0], torch.tensor(0), np.array([0, 1]))),
     ("dim", -3, "dim is -3, expected -2 to 1 for a tensor of 2 dims"),
     ("dim", lambda w: w.comm, r"dim must be an int, got Intracomm.*\(a communicator is given as group=\)"),
@@ -127,11 +125,11 @@ CONCAT: list[tuple[str, Any, str]] = [
     ("out", _X.to_sparse(), "out must be a dense tensor, got layout torch.sparse_coo"),
     ("out", _FROZEN, "inference_mode"),
 ]
-ROOTS: list[tuple[str, Any, str]] = [
+ROOTS = [
     ("root", False, "root must be an int, got bool False"),
     ("root", lambda w: w.world_size, r"root is \d+, expected 0 to \d+ in a group of \d+ ranks"),
 ]
-SPLIT: list[tuple[str, Any, str, Callable[[hd.World, int], bool]]] = [
+SPLIT = [
     ("x", None, "x must be a torch.Tensor, got NoneType", _on_root),
     ("x", object(), "x is a builtins.object, which is not sent", _on_root),
     ("x", lambda w: {"a": torch.zeros(2 * w.world_size - 1)}, r"x\['a'\]: counts add up", _on_root),
@@ -147,7 +145,7 @@ SPLIT: list[tuple[str, Any, str, Callable[[hd.World, int], bool]]] = [
 ]
 
 
-def _mistakes() -> Iterator[Mistake]:
+def _mistakes():
     for verb in ("gather", "concat", "split"):
         rows = [*EVERY, *([] if verb == "split" else SHARDS), *(CONCAT if verb == "concat" else ROOTS)]
         for name, value, told in rows:
@@ -164,7 +162,7 @@ LOCAL = list(_mistakes())
 
 
 @pytest.mark.parametrize("mistake", LOCAL, ids=lambda mistake: f"{mistake.verb}: {mistake.told[:40]}")
-def test_a_mistake_of_one_rank_and_of_all(world: hd.World, mistake: Mistake) -> None:
+def test_a_mistake_of_one_rank_and_of_all(world, mistake):
     """Named are exactly the ranks at fault, with what was expected there and what came."""
     size = world.world_size
     for root in {0, 0 if mistake.verb == "concat" else size - 1}:
@@ -184,7 +182,7 @@ def test_a_mistake_of_one_rank_and_of_all(world: hd.World, mistake: Mistake) -> 
     _others_work(world)
 
 
-def _check_error(world: hd.World, error: hd.RankError, verb: str, named: list[int], told: str) -> None:
+def _check_error(world, error, verb, named, told):
     findings = Findings(world.comm)
     findings.check(list(error.problems) == named, f"named {list(error.problems)}, expected {named}: {error}")
     findings.check(error.verb == verb, f"verb is {error.verb}")
@@ -199,7 +197,7 @@ def _check_error(world: hd.World, error: hd.RankError, verb: str, named: list[in
 
 
 # verb, argument, its value where it is right and where it is another one, and how the message says both
-DIFFERENCES: list[tuple[str, str, tuple[Any, Any], str, tuple[str, str]]] = [
+DIFFERENCES = [
     ("gather", "root", (0, 1), "root is ", ("0", "1")),
     ("gather", "route", ("mpi", "gloo"), "route is ", ("mpi", "gloo")),
     ("gather", "x", (torch.zeros(2), torch.zeros(2, 3)), "number of dims is ", ("1", "2")),
@@ -218,9 +216,7 @@ DIFFERENCES: list[tuple[str, str, tuple[Any, Any], str, tuple[str, str]]] = [
     DIFFERENCES,
     ids=[f"{row[0]}: {row[3]}{row[4][1]}" for row in DIFFERENCES],
 )
-def test_ranks_that_differ(
-    world: hd.World, verb: str, name: str, values: tuple[Any, Any], what: str, texts: tuple[str, str]
-) -> None:
+def test_ranks_that_differ(world, verb, name, values, what, texts):
     """Named are those that differ from most; of two equal parties, the one without the lowest rank."""
     size = world.world_size
     for odd in [{rank} for rank in range(size)] + [set(range(size // 2))]:
@@ -236,7 +232,7 @@ def test_ranks_that_differ(
 
 
 @pytest.mark.mpi(min_size=2)
-def test_dims_that_are_the_same_in_other_words(world: hd.World) -> None:
+def test_dims_that_are_the_same_in_other_words(world):
     """-1 and 1 are one dim of a matrix; a rank may count from either end."""
     x = torch.full((2, 1), world.rank)
     result = hd.concat(x, 1 if world.rank % 2 else -1)
@@ -244,7 +240,7 @@ def test_dims_that_are_the_same_in_other_words(world: hd.World) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_roots_of_split_that_differ(world: hd.World) -> None:
+def test_roots_of_split_that_differ(world):
     """Two ranks bring a tensor, or none does."""
     size = world.world_size
     for believed in ([0] * (size - 1) + [size - 1], [(rank + 1) % size for rank in range(size)]):
@@ -267,7 +263,7 @@ def test_roots_of_split_that_differ(world: hd.World) -> None:
     ],
     ids=["dtype", "other extents", "number of dims"],
 )
-def test_an_out_of_split_that_does_not_fit_what_the_root_sends(world: hd.World, out: torch.Tensor, told: str) -> None:
+def test_an_out_of_split_that_does_not_fit_what_the_root_sends(world, out, told):
     """Named is who brings it, not the root: also where the root has a higher rank, or the outs are the majority."""
     size = world.world_size
     for root in {0, size - 1}:
@@ -280,7 +276,7 @@ def test_an_out_of_split_that_does_not_fit_what_the_root_sends(world: hd.World, 
 
 
 @pytest.mark.mpi(min_size=2)
-def test_counts_that_differ(world: hd.World) -> None:
+def test_counts_that_differ(world):
     """A rank besides the root need not pass counts; if it does, they are the root's."""
     size = world.world_size
     x = torch.zeros(ROWS * size, 3) if world.rank == 0 else None
@@ -292,7 +288,7 @@ def test_counts_that_differ(world: hd.World) -> None:
     _others_work(world)
 
 
-def test_counts_written_in_other_ways(world: hd.World) -> None:
+def test_counts_written_in_other_ways(world):
     """Integers of any kind are the same counts, in the next call too, and the rule may be named or left out."""
     size = world.world_size
     x = torch.arange(size) if world.rank == 0 else None
@@ -302,10 +298,10 @@ def test_counts_written_in_other_ways(world: hd.World) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_different_verbs(world: hd.World) -> None:
+def test_different_verbs(world):
     """Each rank is told which verbs met; whoever calls another one than most is named."""
     x = torch.zeros(2)
-    verbs: dict[str, Callable[[], object]] = {
+    verbs = {
         "gather": lambda: hd.gather(x),
         "concat": lambda: hd.concat(x),
         "split": lambda: hd.split(x if world.rank == 0 else None),
@@ -322,9 +318,9 @@ def test_different_verbs(world: hd.World) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_mistake_and_a_difference_at_once(world: hd.World) -> None:
+def test_a_mistake_and_a_difference_at_once(world):
     """Each rank is told its own."""
-    x: Any = {0: [print], 1: torch.zeros(2, dtype=torch.float64)}.get(world.rank, torch.zeros(2))
+    x = {0: [print], 1: torch.zeros(2, dtype=torch.float64)}.get(world.rank, torch.zeros(2))
     error = raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.concat(x))
     expected = [0] if world.world_size == 2 else [0, 1] if world.world_size > 3 else [0, 2]
     assert_on_all_ranks(world.comm, list(error.problems) == expected, error)
@@ -332,10 +328,10 @@ def test_a_mistake_and_a_difference_at_once(world: hd.World) -> None:
     _others_work(world)
 
 
-def test_an_error_in_a_group_is_the_groups(world: hd.World) -> None:
+def test_an_error_in_a_group_is_the_groups(world):
     """Ranks are counted as in the group, and the other groups never hear of it."""
     comm = world.comm.Split(world.rank % 2, -world.rank)
-    x: Any = print if world.rank % 2 == 0 and comm.rank == 0 else torch.zeros(1)
+    x = print if world.rank % 2 == 0 and comm.rank == 0 else torch.zeros(1)
     caught = None
     try:
         hd.concat(x, group=comm)
@@ -347,7 +343,7 @@ def test_an_error_in_a_group_is_the_groups(world: hd.World) -> None:
     comm.Free()
 
 
-def test_without_a_world(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_world(world, monkeypatch):
     from hpcdist.runtime import world as worlds
 
     monkeypatch.setattr(worlds, "_world", None)
@@ -362,7 +358,7 @@ def test_without_a_world(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> No
 class _AwkwardError(Exception):
     """An error that a pickle cannot rebuild: its constructor takes other arguments than it keeps."""
 
-    def __init__(self, code: int, text: str) -> None:
+    def __init__(self, code, text):
         super().__init__(f"{text} ({code})")
         self.unpicklable = lambda: code
 
@@ -376,13 +372,11 @@ class _AwkwardError(Exception):
     ],
     ids=["plain", "awkward"],
 )
-def test_an_error_on_one_rank_is_everyones(
-    world: hd.World, error: Exception, told: str, exchange: Callable[..., Any]
-) -> None:
+def test_an_error_on_one_rank_is_everyones(world, error, told, exchange):
     """Also one that cannot be sent. The ranks at fault are named; without one, all have the results."""
     on_root, ran = exchange is objects.run_on_root, []
 
-    def step(failing: bool = False) -> int:
+    def step(failing=False):
         ran.append(world.rank)
         if failing and world.rank == 0:
             raise error
@@ -397,10 +391,10 @@ def test_an_error_on_one_rank_is_everyones(
     assert_on_all_ranks(world.comm, kept, caught.__cause__)
 
 
-def test_what_fails_does_not_keep_what_the_caller_holds(world: hd.World) -> None:
+def test_what_fails_does_not_keep_what_the_caller_holds(world):
     """Neither the memory of a GPU, nor half a result: not until the garbage is collected, but at once."""
 
-    def refused(exchange: Callable[..., Any]) -> weakref.ref[torch.Tensor]:
+    def refused(exchange):
         x = torch.ones(5)
         with pytest.raises(hd.RankError):
             exchange(world.comm, "open", lambda: 1 // 0)
@@ -417,7 +411,7 @@ def test_what_fails_does_not_keep_what_the_caller_holds(world: hd.World) -> None
 # --- what the functions say ------------------------------------------------------------------------------------------
 
 
-def test_many_ranks_with_a_mistake_are_not_all_listed() -> None:
+def test_many_ranks_with_a_mistake_are_not_all_listed():
     error = hd.RankError("gather", dict.fromkeys(range(1000), "dtype is wrong"))
     assert len(error.problems) == 1000
     assert str(error).count("\n") == 9
