@@ -4,7 +4,6 @@ from types import FunctionType
 
 import pytest
 import torch
-from cases import load, whole_of
 from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -12,8 +11,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 import hpcdist as hd
-from hpcdist.commands import arrays
-from hpcdist.tensors.storage import BARE, copyable
 
 # --- what is written into a caller's tensor --------------------------------------------------------------------------
 
@@ -331,26 +328,4 @@ def test_within_a_compiled_function(world, folder):
     with pytest.raises(Unsupported, match="hpcdist moves data between processes"):
         torch.compile(lambda x: hd.concat(x * 2) + 1, backend="eager", fullgraph=True)(x)
     findings.same(hd.concat(x), whole, "after all that")
-    findings.settle()
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("dtype", sorted(BARE, key=str)[::6], ids=str)
-def test_commands_on_dtypes_that_torch_cannot_copy(world, folder, dtype):
-    """Which only HDF5 files hold, as raw bits: streamed to one file and to copies, and in memory; along both dims."""
-    findings, x = Findings(world.comm), whole_of((6, 5), dtype)
-    hd.staging.save(folder / "a.h5", x, dim=None)
-    hd.staging.save(folder / "b.h5", x, dim=None)
-
-    def run(verb, *words):
-        told = ["--verify", "--dim", str(dim), *map(str, words), str(folder / "[ab].h5")]
-        findings.check(not arrays.join_main(world, arrays.parser(verb).parse_args(told)), told)
-
-    for dim in (0, 1):
-        for name in ("y.h5", "y-{rank}.h5"):
-            run("concat", "-o", folder / name)
-            got = load(str(folder / name).format(rank=world.rank))
-            findings.same(got, torch.cat([copyable(x)] * 2, dim).view(dtype), f"{dim} {name}")
-        for verb, route in (("gather", "gloo"), ("concat", "mpi")):
-            run(verb, "--route", route)
     findings.settle()

@@ -3,15 +3,10 @@
 Every value encodes its index in the whole, so that no two places can be confused, and comparisons are of bits.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isnan, nan, prod
-from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -54,7 +49,7 @@ _BYTES_AS_INT = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x1E3779B97F4A7C15  # multiplication by an odd number is a bijection of the integers modulo a power of 2
 
 
-def whole_of(shape: tuple[int, ...], dtype: torch.dtype, salt: int = 0) -> Tensor:
+def whole_of(shape, dtype, salt=0):
     """A contiguous tensor in which place i has its own bits: a pattern of (i, salt), seen as `dtype`.
 
     In dtypes of one byte the pattern has the period 251 (a prime), in bool it is a bit of a hash of i.
@@ -72,29 +67,29 @@ def whole_of(shape: tuple[int, ...], dtype: torch.dtype, salt: int = 0) -> Tenso
     return values.view(shape)
 
 
-def copy_of(x: Tensor) -> Tensor:
+def copy_of(x):
     """As clone(), for every dtype."""
     return _as_bits(Tensor.clone)(x)
 
 
-def _as_bits(step: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _as_bits(step):
     """The step, done on the bits of a dtype that torch cannot copy."""
     return lambda x: step(copyable(x)).view(x.dtype) if x.dtype in BARE else step(x)
 
 
-def same_bits(x: Tensor, y: Tensor) -> bool:
+def same_bits(x, y):
     """Whether dtype, shape and every bit are the same: NaNs and negative zeros too."""
     if x.dtype != y.dtype or x.shape != y.shape:
         return False
     return torch.equal(_bits(x), _bits(y))
 
 
-def _bits(x: Tensor) -> Tensor:
+def _bits(x):
     copy = copyable(x.detach().resolve_conj().resolve_neg()).clone(memory_format=torch.contiguous_format)
     return copy.view(-1).view(torch.uint8)  # of a copy: a contiguous tensor of one element may have any stride
 
 
-def shown(value: object) -> str:
+def shown(value):
     text = " ".join(repr(value).split())
     return text if len(text) < 400 else f"{text[:300]} ... {text[-100:]}"
 
@@ -109,11 +104,11 @@ SINGLES = (
 )
 
 
-def differs(got: Any, want: Any, where: str = "result") -> str | None:
+def differs(got, want, where="result"):
     """How a structure is not the one that is wanted: in types, bits and the order of keys."""
     if type(got) is not type(want):
         return f"{where} is {shown(got)}, expected {shown(want)}"
-    pairs: list[tuple[str, Any, Any]] = []
+    pairs = []
     if isinstance(want, Tensor):
         same = same_bits(got, want) and got.is_contiguous() and not got.is_conj() and not got.is_neg()
     elif isinstance(want, (np.ndarray, np.generic)):
@@ -139,11 +134,11 @@ def differs(got: Any, want: Any, where: str = "result") -> str | None:
     return next((found for pair in pairs if (found := differs(pair[1], pair[2], pair[0]))), None)
 
 
-def fields(value: Any) -> list[tuple[str, Any]]:
+def fields(value):
     return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
 
 
-def parts_of(value: Any) -> list[Any] | None:
+def parts_of(value):
     """What a container other than a list consists of; None if it is no container."""
     if isinstance(value, tuple):
         return list(value)
@@ -152,7 +147,7 @@ def parts_of(value: Any) -> list[Any] | None:
     return [item for _, item in fields(value)] if dataclasses.is_dataclass(value) else None
 
 
-def with_parts(value: Any, parts: Sequence[Any]) -> Any:
+def with_parts(value, parts):
     """A tuple, named tuple, dict or dataclass like `value`, but of these parts."""
     if isinstance(value, tuple):
         return tuple.__new__(type(value), parts)
@@ -164,7 +159,7 @@ def with_parts(value: Any, parts: Sequence[Any]) -> Any:
     return same
 
 
-def mapped(step: Callable[[Any], Any], value: Any) -> Any:
+def mapped(step, value):
     """The structure with the results of `step` in place of what is no container."""
     if isinstance(value, list):
         return [mapped(step, item) for item in value]
@@ -172,7 +167,7 @@ def mapped(step: Callable[[Any], Any], value: Any) -> Any:
     return step(value) if parts is None else with_parts(value, [mapped(step, part) for part in parts])
 
 
-EXTENTS: dict[str, Callable[[int], tuple[int, ...]]] = {
+EXTENTS = {
     "even": lambda size: (2,) * size,
     "ragged": lambda size: tuple(2 * rank + 1 if rank % 2 else 3 * (size - rank) for rank in range(size)),
     "zero first": lambda size: (0, *range(2, size + 1)),
@@ -185,18 +180,18 @@ EXTENTS: dict[str, Callable[[int], tuple[int, ...]]] = {
 """The extents along dim by rank, for a number of ranks."""
 
 
-def extents_of(case: str, size: int) -> tuple[int, ...]:
+def extents_of(case, size):
     extents = EXTENTS[case](size)
     assert len(extents) == size
     return extents
 
 
-def starts(extents: tuple[int, ...]) -> list[int]:
+def starts(extents):
     """Where each rank's rows start."""
     return [sum(extents[:rank]) for rank in range(len(extents))]
 
 
-def part(whole: Tensor, dim: int, extents: tuple[int, ...], rank: int) -> Tensor:
+def part(whole, dim, extents, rank):
     """The rows of `rank`, by plain indexing: a view."""
     start = starts(extents)[rank]
     index = [slice(None)] * whole.dim()
@@ -204,7 +199,7 @@ def part(whole: Tensor, dim: int, extents: tuple[int, ...], rank: int) -> Tensor
     return whole[tuple(index)]
 
 
-def rows(rule: str | tuple[int, ...] | None, extent: int, parts: int) -> list[np.ndarray]:
+def rows(rule, extent, parts):
     """Which of `extent` rows each part has; said with numpy's and torch's own ways to cut."""
     index = np.arange(extent)
     if rule is None or rule == "block":
@@ -215,36 +210,36 @@ def rows(rule: str | tuple[int, ...] | None, extent: int, parts: int) -> list[np
     return np.split(index, np.cumsum(rule)[:-1])
 
 
-def _transposed(x: Tensor) -> Tensor:
+def _transposed(x):
     return x.transpose(0, -1).contiguous().transpose(0, -1)
 
 
-def _stepped(x: Tensor) -> Tensor:
+def _stepped(x):
     holes = whole_of((*x.shape[:-1], 3 * x.shape[-1]), x.dtype, salt=7)
     holes[..., 1::3] = x
     return holes[..., 1::3]
 
 
-def _offset(x: Tensor) -> Tensor:
+def _offset(x):
     longer = whole_of((x.numel() + 8,), x.dtype, salt=7)
     longer[5 : 5 + x.numel()] = x.reshape(-1)
     return longer[5 : 5 + x.numel()].view(x.shape)
 
 
-def _expanded(x: Tensor) -> Tensor:
+def _expanded(x):
     return x[..., :1].expand(x.shape)
 
 
-def _conjugated(x: Tensor) -> Tensor:
+def _conjugated(x):
     return x.conj()
 
 
-def _negated(x: Tensor) -> Tensor:
+def _negated(x):
     """The imaginary part of a conjugate is negated when it is read."""
     return torch.complex(torch.zeros_like(x), x).conj().imag
 
 
-STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
+STRIDES = {
     "contiguous": copy_of,
     "transposed": _as_bits(_transposed),
     "stepped": _as_bits(_stepped),
@@ -257,7 +252,7 @@ STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
 """Ways to lay a tensor out in memory; those from "expanded" on change its values too."""
 
 
-def strides_for(dtype: torch.dtype) -> Iterator[str]:
+def strides_for(dtype):
     """The names in STRIDES that this dtype can have."""
     for name in STRIDES:
         if name == "conjugated" and (not dtype.is_complex or dtype in BARE):
@@ -267,7 +262,7 @@ def strides_for(dtype: torch.dtype) -> Iterator[str]:
         yield name
 
 
-def load(spec: str, by_library: bool = False, window: int = 2**20) -> Tensor:
+def load(spec, by_library=False, window=2**20):
     """An array of a file, as the commands read it, or to compare with it, by the format's own library."""
     source = arrays.described(spec)
     data = arrays.joined([source], 0)
@@ -280,7 +275,7 @@ def load(spec: str, by_library: bool = False, window: int = 2**20) -> Tensor:
     return out.view(source.stored.shape)
 
 
-def assert_refused(folder: Path, messages: Mapping[str, str]) -> None:
+def assert_refused(folder, messages):
     """Each of these arrays in files of a folder is refused in one line that names the file and has the text in it."""
     for name, message in messages.items():
         with pytest.raises(HpcdistError) as caught:
@@ -291,7 +286,7 @@ def assert_refused(folder: Path, messages: Mapping[str, str]) -> None:
         assert "\n" not in text
 
 
-def seal(path: Path) -> None:
+def seal(path):
     """Let the state of a file be the checksum of what it holds now, as a program would that changes it lawfully."""
     with h5py.File(path, "r+") as file:
         own = file[hdf5.GROUP]
@@ -302,8 +297,8 @@ def seal(path: Path) -> None:
 class Index:
     """An integer of another library."""
 
-    def __init__(self, value: int) -> None:
+    def __init__(self, value):
         self.value = value
 
-    def __index__(self) -> int:
+    def __index__(self):
         return self.value

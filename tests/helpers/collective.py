@@ -1,10 +1,7 @@
 """Verdicts that all ranks of a test share: it fails on all of them, and no rank waits for one that has failed."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from cases import copy_of, part, same_bits
@@ -15,10 +12,7 @@ from hpcdist.validation import collective
 from hpcdist.validation.collective import Call
 
 if TYPE_CHECKING:
-    import pytest
-    from mpi4py import MPI
-
-    from hpcdist import World
+    pass
 
 __all__ = ["Battery", "Findings", "assert_on_all_ranks", "change_settings", "failures_elsewhere", "raises_on_all_ranks"]
 
@@ -27,7 +21,7 @@ E = TypeVar("E", bound=Exception)
 _SHOWN = 6  # a loop with one mistake finds it in every turn
 
 
-def change_settings(patch: pytest.MonkeyPatch, world: World, **changes: Any) -> None:
+def change_settings(patch, world, **changes):
     """Let the world have other settings until `patch` is undone."""
     changed = replace(world.settings, **changes)
     teams = list(world._context.teams.values())
@@ -35,7 +29,7 @@ def change_settings(patch: pytest.MonkeyPatch, world: World, **changes: Any) -> 
         patch.setattr(holder, "settings", changed)
 
 
-def assert_on_all_ranks(comm: MPI.Comm, condition: object, message: object = "") -> None:
+def assert_on_all_ranks(comm, condition, message=""):
     """Fail on every rank of `comm`, naming the ranks on which `condition` is false and what they have to say."""
     _meet(comm)
     verdicts = comm.allgather(None if condition else str(message) or "condition is false")
@@ -45,9 +39,9 @@ def assert_on_all_ranks(comm: MPI.Comm, condition: object, message: object = "")
         raise AssertionError("\n".join([f"failed on ranks {sorted(failed)} of {comm.size}", *lines]))
 
 
-def raises_on_all_ranks(comm: MPI.Comm, kind: type[E], step: Callable[[], object], same_text: bool = True) -> E:
+def raises_on_all_ranks(comm, kind, step, same_text=True):
     """Run `step`, which must raise `kind`, with the same text, on every rank of `comm`; returns the error."""
-    error: Exception | None = None
+    error = None
     try:
         step()
     except Exception as caught:
@@ -63,17 +57,17 @@ def raises_on_all_ranks(comm: MPI.Comm, kind: type[E], step: Callable[[], object
 class Findings:
     """What a loop of collectives finds wrong: told at its end, so that no rank leaves the loop before the others."""
 
-    def __init__(self, comm: MPI.Comm) -> None:
+    def __init__(self, comm):
         self.comm = comm
-        self.found: list[str] = []
+        self.found = []
         self.checked = 0
 
-    def check(self, condition: object, message: object) -> None:
+    def check(self, condition, message):
         self.checked += 1
         if not condition:
             self.found.append(str(message))
 
-    def same(self, got: object, expected: torch.Tensor, message: object) -> None:
+    def same(self, got, expected, message):
         """`got` is a tensor with the dtype, shape and bits of `expected`."""
         if not isinstance(got, torch.Tensor):
             self.check(False, f"{message}: expected a tensor, got {got!r}")
@@ -81,7 +75,7 @@ class Findings:
             shown = f"{message}: {got.dtype} {tuple(got.shape)}, expected {expected.dtype} {tuple(expected.shape)}"
             self.check(same_bits(got, expected), f"{shown}, of the values given by the oracle")
 
-    def settle(self) -> None:
+    def settle(self):
         """The verdict, on all ranks; a loop that checked nothing has proven nothing."""
         more = f" (and {len(self.found) - _SHOWN} more)" if len(self.found) > _SHOWN else ""
         assert_on_all_ranks(self.comm, not self.found, "\n    ".join(self.found[:_SHOWN]) + more)
@@ -91,11 +85,11 @@ class Findings:
 class Battery:
     """The verbs on one whole tensor, and what each rank must hold afterwards."""
 
-    def __init__(self, world: World, rank: int = -1, **options: Any) -> None:
+    def __init__(self, world, rank=-1, **options):
         self.findings, self.options = Findings(world.comm), options
         self.rank = world.rank if rank < 0 else rank  # in the group
 
-    def run(self, whole: torch.Tensor, dim: int, extents: tuple[int, ...], root: int) -> None:
+    def run(self, whole, dim, extents, root):
         """`whole` may have any strides: the shards are views of it."""
         context = f"{whole.dtype} {tuple(whole.shape)} dim {dim} extents {extents} root {root} {self.options}"
         before, shard, rank, options = copy_of(whole), part(whole, dim, extents, self.rank), self.rank, self.options
@@ -115,14 +109,14 @@ class Battery:
         self.findings.same(whole, before, f"input changed: {context}")
 
 
-def _meet(comm: MPI.Comm) -> None:
+def _meet(comm):
     """Fail, rather than wait, if a rank of the world has already left the test: see :func:`failures_elsewhere`."""
     world = worlds._world
     if world is not None and comm.size == world.world_size:
         collective.exchange(world._context.team, Call("assert_on_all_ranks"))
 
 
-def failures_elsewhere(comm: MPI.Comm, error: BaseException | None) -> str | None:
+def failures_elsewhere(comm, error):
     """Wait for all ranks at the end of a phase of a test, in which `error` came out of it here.
 
     A rank that failed early answers the verbs and verdicts of the others meanwhile, so that they fail and come too.

@@ -4,11 +4,9 @@ The ranks compare what they have drawn by its repr. Only choices from short list
 that it finds in the sources into longer ranges, and a seed would be worth nothing.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import prod
@@ -42,21 +40,21 @@ _LONG = 3000  # rows: enough that a tensor of them is not sent in one small mess
 
 
 @lru_cache(maxsize=None, typed=True)  # 0 is not False
-def _among(*values: Any) -> Any:
+def _among(*values):
     return st.sampled_from(values)
 
 
 @cache
-def _upto(most: int, least: int = 0) -> Any:
+def _upto(most, least=0):
     return st.integers(least, most)
 
 
-def _one_in(draw: Draw, number: int) -> bool:
+def _one_in(draw, number):
     """True in one of so many, a power of 2. Bit by bit, or there were many ways to draw the same."""
     return all(draw(_among(True, False)) for _ in range(number.bit_length() - 1))
 
 
-def _shape(draw: Draw, ndim: int) -> list[int]:
+def _shape(draw, ndim):
     """A few rows along each dim, or few elements beside one that is long."""
     is_long = ndim > 0 and _one_in(draw, 16)
     shape = [min(1 if is_long else 5, draw(_among(1, 2, 3, 4, 5, 2, 3, 0))) for _ in range(ndim)]
@@ -65,32 +63,32 @@ def _shape(draw: Draw, ndim: int) -> list[int]:
     return shape
 
 
-def _extents(draw: Draw, shape: list[int], dim: int, parts: int) -> tuple[int, ...]:
+def _extents(draw, shape, dim, parts):
     """The rows of each part along `dim`: long ones if the shape is long there."""
     scale = _LONG if shape and shape[dim] == _LONG else 1
     return tuple(scale * draw(_among(1, 0, 2, 3, 5)) for _ in range(parts))
 
 
-def _counts(draw: Draw, extent: int, parts: int) -> tuple[int, ...]:
+def _counts(draw, extent, parts):
     """Any counts, zeros among them, that add up to `extent`."""
     ends = [0, *sorted(draw(_upto(extent)) for _ in range(parts - 1)), extent]
     return tuple(end - start for start, end in itertools.pairwise(ends))
 
 
 @cache
-def _strides(dtype: torch.dtype, scalar: bool, keeping: bool = False) -> Any:
+def _strides(dtype, scalar, keeping=False):
     """Names in STRIDES, of all or of those that leave the values as they are. A 0-d tensor has no last dim."""
     names = [name for name in strides_for(dtype) if not (scalar and name in ("stepped", "expanded"))]
     return st.sampled_from([None, *(names[: names.index("offset") + 1])] if keeping else names)
 
 
-def _outs(draw: Draw, size: int, dtype: torch.dtype, scalar: bool = False) -> tuple[str | None, ...]:
+def _outs(draw, size, dtype, scalar=False):
     """For each rank how its `out` lies in memory, or None; mostly none at all."""
     given = _one_in(draw, 2)
     return tuple(draw(_strides(dtype, scalar, True)) if given else None for _ in range(size))
 
 
-def _way(draw: Draw) -> dict[str, Any]:
+def _way(draw):
     """How a call is made. Planned ones are done twice; tiny: few bytes are enough to go another way."""
     route = "hdf5" if _one_in(draw, 16) else draw(_among("auto", "mpi", "gloo"))
     return {"route": route, "async_op": _one_in(draw, 4), "planned": _one_in(draw, 2), "tiny": _one_in(draw, 2)}
@@ -100,7 +98,7 @@ def _way(draw: Draw) -> dict[str, Any]:
 
 
 @st.composite
-def transfers(draw: Draw, size: int) -> SimpleNamespace:
+def transfers(draw, size):
     """gather, concat or split of a tensor of `shape`, whose entry at `dim` is the sum of `extents`; of 0-d shards if it
     is empty. `strides` are by rank those of the shards, of the whole for split; `counts` is what split is told."""
     verb = draw(_among("gather", "concat", "split"))
@@ -120,9 +118,7 @@ def transfers(draw: Draw, size: int) -> SimpleNamespace:
     return case
 
 
-def _cut(
-    shape: Sequence[int], grid: Sequence[int], dims: Sequence[int | None], rules: Sequence[Any]
-) -> list[tuple[slice, ...]]:
+def _cut(shape, grid, dims, rules):
     """The part of each rank: cut along one dimension of the grid after the other."""
     found = []
     for at in np.ndindex(*grid):
@@ -135,9 +131,7 @@ def _cut(
 
 
 @st.composite
-def layouts(
-    draw: Draw, shape: Sequence[int], size: int, source: bool
-) -> tuple[hd.layout.Layout, list[tuple[slice, ...]]]:
+def layouts(draw, shape, size, source):
     """(a layout of a tensor of `shape`, the part of each rank). As a source, it need not name its counts."""
     ndim, kind = len(shape), draw(_among("Split", "Block", "Block", "Replicate", "Boxes", "Boxes"))
     if kind == "Boxes":
@@ -154,7 +148,7 @@ def layouts(
     dims = tuple(None if none else draw(_upto(ndim - 1, -ndim)) for none in blank)
     cut = [None if dim is None else dim % ndim for dim in dims]
     told = draw(_among(None, "block", "chunk", "each", "each"))
-    rules: tuple[Any, ...] = (told,) * len(grid)
+    rules = (told,) * len(grid)
     if told == "each" or (told is None and source and len(set(cut)) == len(cut)):
         # The parts of a dim that is cut again differ, and no counts fit all of them.
         rules = tuple(
@@ -171,7 +165,7 @@ def layouts(
 
 
 @st.composite
-def redistributions(draw: Draw, size: int) -> SimpleNamespace:
+def redistributions(draw, size):
     """Of a tensor of `shape` and `strides`; `views` by rank, how its part lies in memory, if not as in the whole."""
     source, src = draw(layouts(_shape(draw, draw(_among(0, 1, 2, 3, 4, 1, 2, 3))), size, source=True))
     shape = tuple(max(part[dim].stop for part in src) for dim in range(len(src[0])))
@@ -206,7 +200,7 @@ class Outer:
         x: Any
         y: Any
 
-        def __post_init__(self) -> None:
+        def __post_init__(self):
             self.x = (self.x,)
 
 
@@ -218,7 +212,7 @@ _SINGLE = st.sampled_from(SINGLES)
 KEYS = ("a", "", "é\n", 0, -7, 2**70, True, None, 2.5, ("a", 1), (None, (2.5, "x")), "[0]", ".a", 3j)
 _NO_ARRAY = (torch.bfloat16, torch.complex32, *BARE)
 _NUMPY = tuple(d for d in DTYPES if d not in _NO_ARRAY and not str(d).startswith("torch.float8"))
-_ARRAYS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+_ARRAYS = {
     "array": lambda x: x,
     "fortran": lambda x: x.copy(order="F"),
     "reversed": lambda x: x[::-1] if x.ndim else x,
@@ -227,21 +221,19 @@ _ARRAYS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-def _make(value: Any) -> Any:
+def _make(value):
     if not isinstance(value, Leaf):
         return value
     x = whole_of((*value.shape,), value.dtype, value.salt)
     return STRIDES[value.way](x) if value.way in STRIDES else _ARRAYS[value.way](x.numpy())
 
 
-def made(tree: Any) -> Any:
+def made(tree):
     """The structure of a description: with tensors and arrays in place of leaves."""
     return mapped(_make, tree)
 
 
-def _alike(
-    draw: Draw, size: int, dim: int, depth: int, top: bool = False, cut: tuple[int, ...] | None = None
-) -> list[Any]:
+def _alike(draw, size, dim, depth, top=False, cut=None):
     """A structure for each rank, so that they can be joined; `cut`, if one is to be cut, is its extent, if given."""
     kinds = ("list",) * (depth >= 0) + ("tuple", dict, OrderedDict, Pair, Frozen, Outer.Inner) * (depth > 0)
     kind = draw(_among("single", "numpy", *(("tensor", "tensor") * (not top)), *kinds))
@@ -269,13 +261,13 @@ def _alike(
     return [kind(item[turn:] + item[:turn]) for item, turn in zip(items, turns, strict=True)]
 
 
-def _tree(draw: Draw, depth: int, top: bool = False) -> Any:
+def _tree(draw, depth, top=False):
     """Anything."""
     return _alike(draw, 1, draw(_among(0, -1, 1)), depth, top)[0]
 
 
 @st.composite
-def structures(draw: Draw, size: int) -> SimpleNamespace:
+def structures(draw, size):
     """gather, concat or split of a structure; `trees` by rank, for split one, the root's."""
     verb, dim, counts = draw(_among("concat", "gather", "split")), draw(_among(0, -1, 1, -2)), None
     if verb == "split":
@@ -290,7 +282,7 @@ def structures(draw: Draw, size: int) -> SimpleNamespace:
 
 
 @st.composite
-def rings(draw: Draw, size: int) -> SimpleNamespace:
+def rings(draw, size):
     """Messages that each rank sends `shift` ranks on: of each, a tree by rank and a tag. They are received in `order`,
     by a receiver that may name no source (anyone) or no tag."""
     number = 1 if _one_in(draw, 4) else 2

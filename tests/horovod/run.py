@@ -8,8 +8,6 @@ for horovod.torch, the standard library for cloudpickle and mock. Every test has
 next job then goes on after it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -18,7 +16,6 @@ import types
 from collections import Counter
 from itertools import product
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -44,7 +41,7 @@ CAUSES = {
 }
 
 
-def stand_in() -> None:
+def stand_in():
     """Put modules in the place of those that the tests import."""
     import pickle
 
@@ -57,11 +54,11 @@ def stand_in() -> None:
         _get_process_set_ids_and_ranks=lambda: {number: one.ranks for number, one in hvd._registered.items()}
     )
     hvd.mpi_ops = types.SimpleNamespace(_basics=basics)
-    threads: Any = types.ModuleType("horovod.runner.util.threads")
+    threads = types.ModuleType("horovod.runner.util.threads")
     threads.in_thread = None
     for name in ("horovod", "horovod.runner", "horovod.runner.util"):
         sys.modules[name] = types.ModuleType(name)
-    sys.modules["horovod"].torch = sys.modules["horovod"].tensorflow = hvd  # type: ignore[attr-defined]
+    sys.modules["horovod"].torch = sys.modules["horovod"].tensorflow = hvd
     sys.modules |= {"horovod.torch": hvd, "horovod.tensorflow": hvd, "horovod.runner.util.threads": threads}
     sys.modules |= {"cloudpickle": pickle, "mock": mock}
 
@@ -69,20 +66,20 @@ def stand_in() -> None:
 class Notes:
     """A plugin of pytest: notes what starts or ends, as suites.run() reads it, and leaves out tests that are done."""
 
-    def __init__(self, path: Path, done: list[str]) -> None:
+    def __init__(self, path, done):
         self.file, self.done = path.open("w", buffering=1), done
         self.note(pid=os.getpid())
 
-    def note(self, **what: Any) -> None:
+    def note(self, **what):
         print(json.dumps(what), file=self.file)
 
-    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+    def pytest_collection_modifyitems(self, items):
         items[:] = [item for item in items if item.name not in self.done]
 
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
+    def pytest_runtest_logstart(self, nodeid):
         self.note(start=nodeid.rpartition("::")[2])
 
-    def pytest_runtest_logreport(self, report: Any) -> None:
+    def pytest_runtest_logreport(self, report):
         text = str(report.longrepr[2]).removeprefix("Skipped: ") if report.skipped else ""
         if report.failed:
             text = str(report.longrepr).strip().splitlines()[-1]
@@ -90,7 +87,7 @@ class Notes:
             self.note(end=report.nodeid.rpartition("::")[2], outcome=report.outcome, reason=text)
 
 
-def run_rank(path: str) -> None:
+def run_rank(path):
     """One rank: run the file of a plan, and note the results."""
     import pytest
 
@@ -103,9 +100,9 @@ def run_rank(path: str) -> None:
     notes.note(done=True)
 
 
-def run(prefix: str, ranks: int, file: Path) -> dict[str, tuple[str, str]]:
+def run(prefix, ranks, file):
     """Run a file on some ranks. Returns outcome and reason by test."""
-    results: dict[str, dict[str, str]] = {}
+    results = {}
     command, whole = [f"{prefix}/bin/mpirun", "-n", str(ranks), f"{prefix}/bin/python", __file__, "--rank"], False
     while not whole:
         new, whole = suites.run(command, {"file": str(file), "done": list(results)}, 2 * DEADLINE, ranks)
@@ -113,15 +110,15 @@ def run(prefix: str, ranks: int, file: Path) -> dict[str, tuple[str, str]]:
     return {name: (one["outcome"], one["reason"].partition("\n")[0]) for name, one in results.items()}
 
 
-def left_out(reason: str) -> bool:
+def left_out(reason):
     return any(word in reason for word in ("GPU", "Adasum", "lastic"))
 
 
-def page(runs: dict[str, dict[str, tuple[str, str]]]) -> str:
+def page(runs):
     """The text of the page."""
     lines = [HEAD, "| MPI, ranks | passed | failed | left out: needs a GPU | left out: other reasons |"]
     lines.append("|---|---|---|---|---|")
-    reasons: dict[tuple[str, str, str], list[str]] = {}
+    reasons = {}
     for title, results in runs.items():
         counts = Counter(
             "GPU" if outcome == "skipped" and left_out(reason) else outcome for outcome, reason in results.values()
@@ -138,7 +135,7 @@ def page(runs: dict[str, dict[str, tuple[str, str]]]) -> str:
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
 
 
-def main() -> None:
+def main():
     """Run the files, and write the page."""
     if sys.argv[1] == "--rank":
         run_rank(sys.argv[2])
@@ -149,7 +146,7 @@ def main() -> None:
     parser.add_argument("--environment", nargs="+", default=own)
     options = parser.parse_args()
     os.environ["HPCDIST_TIMEOUT"] = str(DEADLINE)
-    runs: dict[str, dict[str, tuple[str, str]]] = {}
+    runs = {}
     for (kind, prefix), ranks in product((one.split("=") for one in options.environment), (2, 4)):
         title = f"{kind}, {ranks}"
         runs[title] = {}

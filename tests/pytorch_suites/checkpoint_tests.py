@@ -11,14 +11,11 @@ process here, which has imported it: that takes seconds less a test; and tests t
 CPUs.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
 import sys
 import unittest
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +29,7 @@ from hpcdist.staging.dcp import HDF5Reader, HDF5Writer
 NAME = "checkpoint.h5"
 
 
-def _file(path: str | os.PathLike[str]) -> str:
+def _file(path):
     """The file for what a test calls a folder."""
     folder = os.fsdecode(path)
     os.makedirs(folder, exist_ok=True)
@@ -42,23 +39,23 @@ def _file(path: str | os.PathLike[str]) -> str:
 class _Folder:
     """Called like torch's own: with a folder; options of the files that it gets have no effect."""
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        super().reset(_file(checkpoint_id) if checkpoint_id else None)  # type: ignore[misc]
+    def reset(self, checkpoint_id=None):
+        super().reset(_file(checkpoint_id) if checkpoint_id else None)
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id):
         return filesystem.FileSystem.validate_checkpoint_id(checkpoint_id)
 
 
 class Writer(_Folder, HDF5Writer):
-    def __init__(self, path: str | os.PathLike[str], *args: Any, **options: Any) -> None:
+    def __init__(self, path, *args, **options):
         super().__init__(_file(path))
 
 
 class Reader(_Folder, HDF5Reader):
     """It loads any pickle, as FileSystemReader does."""
 
-    def __init__(self, path: str | os.PathLike[str], *args: Any, **options: Any) -> None:
+    def __init__(self, path, *args, **options):
         super().__init__(_file(path), allow_pickle=True)
 
 
@@ -67,49 +64,49 @@ class Result(unittest.TextTestResult):
 
     notes: Any
 
-    def _note(self, **what: Any) -> None:
+    def _note(self, **what):
         self.notes.write(json.dumps(what) + "\n")
 
-    def _end(self, test: unittest.TestCase, outcome: str, reason: str = "") -> None:
+    def _end(self, test, outcome, reason=""):
         self._note(end=test.id(), outcome=outcome, reason=reason)
 
-    def startTest(self, test: unittest.TestCase) -> None:  # noqa: N802
+    def startTest(self, test):  # noqa: N802
         super().startTest(test)
         self._note(start=test.id())
 
-    def addSuccess(self, test: unittest.TestCase) -> None:  # noqa: N802
+    def addSuccess(self, test):  # noqa: N802
         super().addSuccess(test)
         self._end(test, "passed")
 
-    def addSkip(self, test: unittest.TestCase, reason: str) -> None:  # noqa: N802
+    def addSkip(self, test, reason):  # noqa: N802
         super().addSkip(test, reason)
         self._end(test, "skipped", reason)
 
-    def addError(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
+    def addError(self, test, err):  # noqa: N802
         super().addError(test, err)
-        self._end(test, "failed", str(self._exc_info_to_string(err, test))[-6000:])  # type: ignore[attr-defined]
+        self._end(test, "failed", str(self._exc_info_to_string(err, test))[-6000:])
 
     addFailure = addError  # noqa: N815
 
 
-def _once(backend: str | None) -> str | None:
+def _once(backend):
     """What a test names for the CPU and for "the device", which is the CPU here, once."""
     return backend and ",".join(dict.fromkeys(backend.split(",")))
 
 
-def _replace(theirs: type, ours: type) -> None:
+def _replace(theirs, ours):
     """Put our class in the place of theirs in all of torch, and make sure that theirs is used nowhere."""
 
-    def refuse(*args: Any, **options: Any) -> None:
+    def refuse(*args, **options):
         raise AssertionError(f"torch's {theirs.__name__} is used")
 
     for name, module in list(sys.modules.items()):
         if name.startswith(dcp.__name__) and getattr(module, theirs.__name__, None) is theirs:
             setattr(module, theirs.__name__, ours)
-    theirs.__init__ = refuse  # type: ignore[misc]
+    theirs.__init__ = refuse
 
 
-def prepare(storage: str) -> None:
+def prepare(storage):
     """Replace what torch's tests use, before one of them is imported."""
     from torch.testing._internal import common_distributed as common
 
@@ -125,7 +122,7 @@ def prepare(storage: str) -> None:
         dist.init_process_group = lambda backend=None, **options: init(_once(backend), **options)
 
 
-def _tests(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:
+def _tests(suite):
     for one in suite:
         if isinstance(one, unittest.TestSuite):
             yield from _tests(one)
@@ -133,7 +130,7 @@ def _tests(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:
             yield one
 
 
-def main() -> int:
+def main():
     """Run the tests of a plan; the exit status says nothing of them."""
     plan = json.loads(Path(sys.argv[1]).read_text())
     prepare(plan["storage"])

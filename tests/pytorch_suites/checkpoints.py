@@ -10,8 +10,6 @@ Every test has a deadline; one that passes it fails, and the next process goes o
 build/pytorch-suites/checkpoints has no result of yet, a JSON file for each torch, version of the tests and storage.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
@@ -22,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from suites import HERE, ROOT, run
-from table import Entry, page as table_page
+from table import page as table_page
 
 RESULTS = ROOT / "build" / "pytorch-suites" / "checkpoints"
 PAGE = ROOT / "docs" / "pytorch-checkpoints.md"
@@ -49,7 +47,7 @@ skipped. If the tests of a torch version were not available, those of an older o
 2.15, changed for torch 2.13: its class for 2.15's new test base is merged into the old test class.
 """
 # Why a test fails over HDF5, by its name, where its error does not say it.
-CAUSES: dict[str, str] = {
+CAUSES = {
     "test_storage_meta": "expects the folder's name; this writer's checkpoint is a file in the folder",
     "test_dcp_to_torch_save": "starts torch's command, which reads folders of torch's own format",
     "test_torch_save_to_dcp": "starts torch's command, which writes folders of torch's own format",
@@ -57,11 +55,11 @@ CAUSES: dict[str, str] = {
 }
 
 
-def page(runs: list[dict[str, Any]]) -> tuple[str, list[str]]:
+def page(runs):
     """The text, and the tests that pass over torch's files and not over HDF5."""
-    entries: list[Entry] = []
+    entries = []
     for one in runs:
-        files: dict[str, dict[str, dict[str, str]]] = defaultdict(dict)
+        files = defaultdict(dict)
         for name, result in one["results"].items():
             needs_gpu = result["outcome"] == "failed" and re.search(NO_GPU, result["reason"])
             file, _, test = name.partition(".")
@@ -71,7 +69,7 @@ def page(runs: list[dict[str, Any]]) -> tuple[str, list[str]]:
     return table_page([HEAD], ["torch", "tests of", "file"], list(STORAGES), CAUSES, entries)
 
 
-def main() -> int:
+def main():
     """The exit status: 1 if a test has failed over HDF5 that passes over torch's files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tests", type=Path, required=True, help="the folder with PyTorch's test files")

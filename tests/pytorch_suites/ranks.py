@@ -9,8 +9,6 @@ for the store and a pipe for the traceback, and takes the exit status, by which 
 skipped.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import importlib
 import json
@@ -22,13 +20,12 @@ import time
 import traceback
 import unittest
 from pathlib import Path
-from typing import Any
 
 DISTRIBUTED = "distributed_test"  # the suite that is in torch's wheel
 C10D = ("test_c10d_collectives", "test_c10d_p2p", "test_c10d_process_group")
 
 
-def load(suite: str, folder: str, backend: str, world_size: int, tests_of: str = "gloo") -> type[Any]:
+def load(suite, folder, backend, world_size, tests_of="gloo"):
     """The test case of a suite, for `backend` on `world_size` ranks, with the tests that PyTorch has for `tests_of`."""
     if backend != "gloo":
         importlib.import_module("hpcdist")  # registers it
@@ -38,7 +35,7 @@ def load(suite: str, folder: str, backend: str, world_size: int, tests_of: str =
     )
 
 
-def _load_distributed(backend: str, tests_of: str) -> type[Any]:
+def _load_distributed(backend, tests_of):
     """Most tests are skipped by decorators, which look at BACKEND as the module is read: `tests_of`. What the tests
     look at when they run is `backend`, but for the number of ranks that they want: BACKEND in the environment.
     """
@@ -56,7 +53,7 @@ def _load_distributed(backend: str, tests_of: str) -> type[Any]:
     return type("TestDistBackendWithRanks", (module.TestDistBackend, module.DistributedTest._DistTestBase), {})
 
 
-def _load_c10d(suite: str, folder: str, backend: str, world_size: int) -> type[Any]:
+def _load_c10d(suite, folder, backend, world_size):
     sys.path.insert(0, folder)
     common = importlib.import_module("c10d_backend_common")
     (gloo,) = (config for config in common.C10D_BACKENDS if config.name == "gloo")
@@ -86,16 +83,16 @@ def _load_c10d(suite: str, folder: str, backend: str, world_size: int) -> type[A
 class _Reason(logging.Handler):
     """Keeps why PyTorch's runner skips a test: it only logs it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(logging.INFO)
         self.text = ""
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         if "skipping test" in record.msg and isinstance(record.args, tuple):
             self.text = str(record.args[-1])
 
 
-def run_test(case: type[Any], name: str, rank: int, folder: Path) -> tuple[str, str]:
+def run_test(case, name, rank, folder):
     """Run one test: passed, failed or skipped, and why."""
     from torch.testing._internal import common_distributed as common
 
@@ -125,7 +122,7 @@ def run_test(case: type[Any], name: str, rank: int, folder: Path) -> tuple[str, 
     return "failed", ours.recv() if ours.poll() else f"exit status {status}"
 
 
-def _prepare(case: type[Any], folder: Path) -> None:
+def _prepare(case, folder):
     """What PyTorch's parent process does before a test of DistributedTest."""
     for name in ("barrier", "test_dir", "init_dir"):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -137,7 +134,7 @@ def _prepare(case: type[Any], folder: Path) -> None:
         os.environ["MASTER_ADDR"] = str(module.MASTER_ADDR)
 
 
-def _sum(comm: Any, *numbers: int) -> list[int]:
+def _sum(comm, *numbers):
     """The sums over all ranks, without a busy wait: the ranks may be more than the cores."""
     import numpy as np
 
@@ -148,7 +145,7 @@ def _sum(comm: Any, *numbers: int) -> list[int]:
     return [int(one) for one in sums]
 
 
-def main(plan: dict[str, Any]) -> int:
+def main(plan):
     """Run the tests of a plan until one fails on some ranks and not on all."""
     from mpi4py import MPI
 
@@ -157,7 +154,7 @@ def main(plan: dict[str, Any]) -> int:
     log = (folder / f"rank-{comm.rank}.jsonl").open("w", buffering=1)
     stacks = (folder / f"rank-{comm.rank}.stacks").open("w")
 
-    def note(**what: Any) -> None:
+    def note(**what):
         log.write(json.dumps(what) + "\n")
 
     note(pid=os.getpid())

@@ -15,8 +15,6 @@ goes on behind it. A test that failed of those that PyTorch has for gloo runs on
 that outcome counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -28,7 +26,6 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -51,7 +48,7 @@ START = 300  # seconds until the first test starts
 Results = dict[str, dict[str, str]]
 
 
-def run(command: list[str], plan: dict[str, Any], deadline: int, ranks: int = 1) -> tuple[Results, bool]:
+def run(command, plan, deadline, ranks=1):
     """Run the tests of a plan, up to one that hangs or ends its process.
 
     The command gets the path of the plan, a JSON file. Each rank notes the tests that start and end in a file of the
@@ -86,7 +83,7 @@ def run(command: list[str], plan: dict[str, Any], deadline: int, ranks: int = 1)
     return _results(notes, ending, said), all(each and "done" in each[-1] for each in notes)
 
 
-def _watch(process: subprocess.Popen[bytes], folder: Path, deadline: int) -> str:
+def _watch(process, folder, deadline):
     """Wait for the end; returns why it came."""
     since, seen = time.monotonic(), 0
     while process.poll() is None:
@@ -99,12 +96,12 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, deadline: int) -> str
     return f"the job ended with status {process.returncode}"
 
 
-def _notes(path: Path) -> list[dict[str, Any]]:
+def _notes(path):
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def _results(notes: list[list[dict[str, Any]]], ending: str, said: str) -> Results:
+def _results(notes, ending, said):
     ends = [{one["end"]: one for one in each if "end" in one} for each in notes]
     begun = dict.fromkeys(one["start"] for each in notes for one in each if "start" in one)
     if not begun and not all(each and "done" in each[-1] for each in notes):
@@ -124,18 +121,18 @@ def _results(notes: list[list[dict[str, Any]]], ending: str, said: str) -> Resul
     return results
 
 
-def environment() -> dict[str, str]:
+def environment():
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**environ(), "PYTHONPATH": path, "PYTORCH_PRINT_REPRO_ON_FAILURE": "0"}
 
 
-def run_suite(plan: dict[str, Any], np: int, options: argparse.Namespace) -> Results:
+def run_suite(plan, np, options):
     """Run all tests of a suite: those that PyTorch has for gloo, those that failed once more, those for MPI."""
     python, results = [options.python, str(HERE / "ranks.py")], dict[str, dict[str, str]]()
     listed = [*python, "--list", plan["suite"], options.tests]
     done = subprocess.run(listed, stdout=subprocess.PIPE, text=True, check=True, env=environment())
 
-    def go(names: list[str], tests_of: str = "gloo") -> None:
+    def go(names, tests_of="gloo"):
         while names:
             told = plan | {"names": names, "tests_of": tests_of, "tests": options.tests}
             new, _ = run([options.mpirun, "-n", str(np), *python], told, options.deadline, np)
@@ -155,7 +152,7 @@ def run_suite(plan: dict[str, Any], np: int, options: argparse.Namespace) -> Res
     return results
 
 
-def main() -> int:
+def main():
     """The exit status: 1 if a test has failed that gloo passes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tests", default="", help="the folder with PyTorch's test files")

@@ -1,7 +1,5 @@
 """The page docs/pytorch-suites.md, from the results of suites.py."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from typing import Any
@@ -23,7 +21,7 @@ not look for such events, as with any backend that is not PyTorch's own.
 """
 # Why a test fails, by its name, where the end of its error does not say it.
 _NAME = "until torch 2.14, torch.distributed.monitored_barrier asks for gloo by name; a deadline ends the job here"
-CAUSES: dict[str, str] = {
+CAUSES = {
     "test_all_to_all_single_invalid_split_sizes": "its tensors fit 2 ranks, so no backend can pass it on 4",
     "test_barrier_timeout_full_group": "a deadline ends the job here, with a table of all ranks",
     "test_monitored_barrier_gloo": _NAME,
@@ -39,19 +37,17 @@ Entry = tuple[
 ]  # cells of its row, label and place of its tests, column, results
 
 
-def page(
-    top: list[str], titles: list[str], columns: list[str], causes: dict[str, str], entries: list[Entry], fold: Any = sum
-) -> tuple[str, list[str]]:
+def page(top, titles, columns, causes, entries, fold=sum):
     """The text, and the tests that pass in the first column and not in another one, of those of all columns."""
-    table: dict[tuple[tuple[object, ...], str, str], dict[str, Results]] = defaultdict(dict)
-    skips: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    table = defaultdict(dict)
+    skips = defaultdict(lambda: defaultdict(int))
     for cells, label, place, column, results in entries:
         table[cells, label, place][column] = results
         skipped = Counter(_kind(brief(one["reason"])) for one in results.values() if one["outcome"] == "skipped")
         for reason, count in skipped.items():
             skips[reason][column] = fold((skips[reason][column], count))
     lines = [*top, *_head(*titles, *(f"{name}: {', '.join(OUTCOMES)}" for name in columns))]
-    found: dict[bool, dict[tuple[str, ...], list[str]]] = {False: defaultdict(list), True: defaultdict(list)}
+    found = {False: defaultdict(list), True: defaultdict(list)}
     worse = []
     for (cells, label, place), of in sorted(table.items(), key=str):
         counts = {name: Counter(one["outcome"] for one in results.values()) for name, results in of.items()}
@@ -83,11 +79,11 @@ def page(
     return "\n".join([*lines, *(_row(reason, *(of[name] for name in columns)) for reason, of in order)]) + "\n", worse
 
 
-def _kind(reason: str) -> str:
+def _kind(reason):
     return re.sub(r"^(gloo|mpi|mpi4py) ", "", reason)
 
 
-def page_of_suites(runs: list[dict[str, Any]]) -> tuple[str, list[str]]:
+def page_of_suites(runs):
     """The text of docs/pytorch-suites.md, and the tests that gloo passes and another backend does not."""
     entries = []
     for run in runs:
@@ -102,15 +98,15 @@ def page_of_suites(runs: list[dict[str, Any]]) -> tuple[str, list[str]]:
     return page(top, ["torch", "suite", "ranks"], sorted({run["backend"] for run in runs}), CAUSES, entries, max)
 
 
-def _row(*cells: object) -> str:
+def _row(*cells):
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def _head(*cells: str) -> list[str]:
+def _head(*cells):
     return [_row(*cells), _row(*["---"] * len(cells))]
 
 
-def brief(reason: str) -> str:
+def brief(reason):
     """The line of a traceback or of a job's output that says what happened, fit for a table."""
     lines = [line.strip() for line in reason.splitlines() if line.strip() and not line.startswith(" ")]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]

@@ -135,12 +135,10 @@ def test_files_that_cannot_be_loaded(world, folder, monkeypatch):
     path = folder / "good.h5"
     staging.save(path, torch.arange(30).view(10, 3))
     wrong = world.comm.bcast(damage(folder) if world.rank == 0 else None)
-    ways = [{}, {"dim": 1, "verify": True}, {"dim": None}]
-    for options in ways:
-        for name, text in wrong.items():
-            refused(world, f"{name}: {text}", staging.load, folder / name, **options)
-        refused(world, "holds no tensor 'weight'; it has: data", staging.load, path, "weight", **options)
+    refused(world, "holds no tensor 'weight'; it has: data", staging.load, path, "weight")
     for name, text in wrong.items():
+        for options in ({}, {"dim": 1, "verify": True}, {"dim": None}):
+            refused(world, f"{name}: {text}", staging.load, folder / name, **options)
         with pytest.raises(hd.FileError) as caught, staging.open(folder / name) as file:
             file.read("data")
         assert f"{name}: {text}" in str(caught.value)
