@@ -221,7 +221,7 @@ class Join(Joining, Plannable):
     def backward(self, team: Team, grad: Tensor) -> Tensor:
         cut, x, size, route = self._blocks, self.sent, team.size, self.chosen(team)
         if self.rooted:
-            part = cut.empty_part(team.rank, x.device)
+            part = pool.empty(x.shape, x.dtype, x.device)
             messages = cut.pack(grad) if team.rank == self._root else None
             route.scatterv(team, messages, part, cut.counts, cut.displs, self._root)
             return part

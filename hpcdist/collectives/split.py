@@ -178,7 +178,7 @@ class Scatter(Plannable):
         cut, dest, route = self._blocks, self.dest, self.chosen(team)
 
         def take() -> tuple[Tensor, Tensor, Tensor | None]:
-            part = cut.empty_part(team.rank, self._device) if dest is None else dest
+            part = pool.empty(cut.boxes[team.rank][0].shape, cut.dtype, self._device) if dest is None else dest
             buffer = part if part.is_contiguous() else pool.empty(part.shape, part.dtype, part.device)
             return part, buffer, None if self.sent is None else row_major(cut.pack(self.sent), dest)
 

@@ -172,12 +172,7 @@ def _allgather_headers(team: Team, mine: bytes, agreed: Agreed) -> list[bytes]:
 def _check_classes(verb: str, team: Team, names: Sequence[str]) -> None:
     """Check that every rank has imported all classes. Collective if there are any; `names` agree on all ranks."""
     if names:
-
-        def find_all() -> None:
-            for name in names:
-                find_class(name)
-
-        objects.run_on_all(team.comm, verb, find_all)
+        objects.run_on_all(team.comm, verb, lambda: list(map(find_class, names)) and None)
 
 
 def _classes(structures: Sequence[Header] | Sequence[Tree]) -> list[str]:

@@ -98,20 +98,6 @@ def run_on_all(comm: MPI.Intracomm, what: str, step: Callable[[], T]) -> list[T]
     return [value for value, _ in outcomes]
 
 
-def gather_bytes(comm: MPI.Intracomm, data: bytes) -> list[bytes]:
-    """Return the bytes of all ranks on rank 0, an empty list elsewhere. Collective over `comm`: as all_gather_object(),
-    but longer ones are sent to rank 0 alone."""
-    from mpi4py import MPI
-
-    found, left = _exchange_heads(comm, data)
-    if any(left):
-        rests = bytearray(sum(left) if comm.rank == 0 else 0)
-        recv = [rests, left, MPI.BYTE] if comm.rank == 0 else None
-        comm.Gatherv([data[_INLINE - _LENGTH :], MPI.BYTE], recv)
-        found = _with_rests(found, rests, left) if comm.rank == 0 else []
-    return found if comm.rank == 0 else []
-
-
 def everywhere(comm: MPI.Intracomm, good: bool) -> bool:
     """Return whether it is good on all ranks. Collective over `comm`, and a barrier; one Allreduce."""
     from mpi4py import MPI
@@ -223,32 +209,22 @@ def _encoded(value: object) -> bytes:
         return codec.encode((None, described(error, "HD309")))
 
 
-def all_texts(comm: MPI.Comm, text: bytes) -> list[bytes]:
-    """Return the texts of all ranks. Collective over `comm`: one small Allgather, and an Allgatherv if one is long."""
+def all_texts(comm: MPI.Comm, text: bytes, to_all: bool = True) -> list[bytes]:
+    """Return the texts of all ranks, on every rank or on rank 0; an empty list elsewhere. Collective over `comm`: one
+    small Allgather, and another message if a text is long."""
     from mpi4py import MPI
 
-    found, left = _exchange_heads(comm, text)
-    if not any(left):
-        return found
-    rests = bytearray(sum(left))
-    comm.Allgatherv([text[_INLINE - _LENGTH :], MPI.BYTE], [rests, left, MPI.BYTE])
-    return _with_rests(found, rests, left)
-
-
-def _exchange_heads(comm: MPI.Comm, text: bytes) -> tuple[list[bytes], list[int]]:
-    """Return the first bytes of the texts of all ranks, and how many more there are of each. Collective."""
-    from mpi4py import MPI
-
-    heads = bytearray(_INLINE * comm.size)
+    heads, receives = bytearray(_INLINE * comm.size), to_all or comm.rank == 0
     comm.Allgather([_head(text, _INLINE), MPI.BYTE], [heads, _INLINE, MPI.BYTE])
     found = [_parsed(heads[at : at + _INLINE]) for at in range(0, len(heads), _INLINE)]
     _check_size(sum(length for length, _ in found))
-    return [begin for _, begin in found], [length - len(begin) for length, begin in found]
-
-
-def _with_rests(found: list[bytes], rests: bytearray, left: list[int]) -> list[bytes]:
+    left = [length - len(begin) for length, begin in found]
+    rests = bytearray(sum(left) if receives else 0)
+    if any(left):
+        send, recv = [text[_INLINE - _LENGTH :], MPI.BYTE], [rests, left, MPI.BYTE] if receives else None
+        (comm.Allgatherv if to_all else comm.Gatherv)(send, recv)
     ends = accumulate(left)
-    return [begin + rests[end - more : end] for begin, end, more in zip(found, ends, left, strict=True)]
+    return [begin + rests[e - n : e] for (_, begin), e, n in zip(found, ends, left, strict=True)] if receives else []
 
 
 def _head(data: bytes, size: int) -> bytes:

@@ -18,7 +18,7 @@ from hpcdist.tensors.eager import recorded
 from hpcdist.tensors.tree import flatten
 
 if TYPE_CHECKING:
-    from hpcdist.comm.team import Context, GroupLike
+    from hpcdist.comm.team import Context, Group, GroupLike
     from hpcdist.p2p.transfers import Outgoing, Steps, Transport
 
 
@@ -146,11 +146,7 @@ def _sending(x: Any, dest: int, tag: int, group: Any, allow_pickle: bool) -> tup
     """Validate the arguments; return the transport, and the message to send."""
     from hpcdist.p2p.transfers import Outgoing, transport
 
-    _check_eager()
-    context = world.context()
-    ranks = context.group_of(group)
-    _check("dest", dest, ranks.size)
-    _check_tag(context, tag)
+    context, ranks = _checked(group, tag, "dest", dest)
     return transport(context), Outgoing.of(context, ranks, dest, tag, flatten(x, allow_pickle))
 
 
@@ -159,28 +155,22 @@ def _receiving(
 ) -> tuple[Transport, int, Steps[tuple[Any, int]]]:
     from hpcdist.p2p.transfers import RecvTurn, receive, transport
 
-    _check_eager()
-    context = world.context()
-    ranks = context.group_of(group)
-    if source is not None:
-        _check("source", source, ranks.size)
-    if tag is not None:
-        _check_tag(context, tag)
+    context, ranks = _checked(group, tag, "source", source)
     peer = None if source is None else ranks.peers[source]
     turn = RecvTurn(context, ranks, peer, tag)
     return transport(context), activity.ANYBODY if peer is None else peer, receive(context, ranks, turn, allow_pickle)
 
 
-def _check_eager() -> None:
+def _checked(group: Any, tag: Any, name: str, rank: Any) -> tuple[Context, Group]:
+    """Validate the arguments, of which a receive may leave out two; return the context and the group."""
     if (problem := recorded()) is not None:
         raise HpcdistError("HD219", problem)
-
-
-def _check(name: str, rank: int, size: int) -> None:
-    if not 0 <= index(rank) < size:
-        raise refusal(ValueError, "HD204", f"{name} is {rank}, expected 0 to {size - 1} in a group of {size} ranks")
-
-
-def _check_tag(context: Context, tag: int) -> None:
-    if not 0 <= index(tag) <= context.most_tag:
-        raise refusal(ValueError, "HD204", f"tag is {tag}, expected 0 to {context.most_tag}, the maximum of this MPI")
+    context = world.context()
+    ranks, most = context.group_of(group), context.most_tag
+    for what, value, last, why in (
+        (name, rank, ranks.size - 1, f" in a group of {ranks.size} ranks"),
+        ("tag", tag, most, ", the maximum of this MPI"),
+    ):
+        if (value is not None or name == "dest") and not 0 <= index(value) <= last:
+            raise refusal(ValueError, "HD204", f"{what} is {value}, expected 0 to {last}{why}")
+    return context, ranks

@@ -436,7 +436,7 @@ class FileWriter(RankWriter):
                 self.fail(error)
         rows = np.array([(i, row, of) for (i, row), of in self.written.items()], np.uint64)
         told = b"\1" + self.problem.encode() if self.problem else b"\0" + rows.tobytes()
-        everyone = objects.gather_bytes(self.team.comm, told)
+        everyone = objects.all_texts(self.team.comm, told, to_all=False)
         try:
             step = lambda: self._complete(everyone, datasets or self.datasets)  # noqa: E731
             objects.raise_problems(self.verb, objects.run_on_root(self.team.comm, self.verb, step))

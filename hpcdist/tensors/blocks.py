@@ -74,10 +74,6 @@ class Blocks:
         for part, box in self._pairs(messages):
             x[box.slices()].add_(part.to(x.dtype))
 
-    def empty_part(self, rank: int, device: torch.device) -> Tensor:
-        """Allocate memory for the part of a rank that has a single box."""
-        return pool.empty(self.boxes[rank][0].shape, self.dtype, device)
-
     def recv_buffer(self, out: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the tensor (`out`, or new memory) and the memory that receives its messages: the same if possible."""
         if out is not None:

@@ -50,9 +50,6 @@ def problem(x: Tensor) -> str | None:
         return f"is a {name}, of which only the memory would be sent: pass its tensors (of a DTensor, x.to_local())"
     if _NAMED and x.has_names():  # type: ignore[attr-defined]
         return "has named dims, whose names would be lost: pass x.rename(None)"
-    usual = x.is_cpu and x.dtype in DTYPES and x.layout is torch.strided and not x.is_nested
-    if usual and (not x.numel() or (x.data_ptr() and _fits(x))):
-        return None
     if x.layout is not torch.strided or x.is_quantized or x.is_nested:
         kind = " (quantized)" if x.is_quantized else " (nested)" if x.is_nested else ""
         return f"must be a dense tensor, got layout {x.layout}{kind}"
