@@ -257,6 +257,12 @@ def expect_limit(seconds: float) -> None:
             wake()
 
 
+def forget(number: int) -> None:
+    """Forget the ranks of a team that is freed, unless its calls are in a trace."""
+    if keep is None:
+        peers.pop(number, None)
+
+
 def start(record: SharedRecord | None, local_rank: int = 0) -> None:
     """Record the calls of this process from now on, or, if `record` is None, no longer."""
     global thread_records, _free, _mine

@@ -138,18 +138,6 @@ def _named(text: bytes, route: str) -> tuple[str, str, str]:
     return name.replace("()", ""), site, route
 
 
-class _Groups(dict[int, list[int]]):
-    """The world's ranks of each team, in place of activity.peers: of those that are freed, too."""
-
-    def __init__(self, known: dict[int, list[int]]) -> None:
-        super().__init__(known)
-        self.freed: set[int] = set()
-
-    def pop(self, number: int, default: Any = None) -> Any:
-        self.freed.add(number)
-        return self.get(number, default)
-
-
 current: Recording | None = None
 
 
@@ -161,13 +149,10 @@ def start(folder: str, job: str, rank: int, world_size: int) -> None:
     """
     global current
     current = Recording(folder, job, rank, world_size)
-    activity.keep, activity.peers = current.rows.append, _Groups(activity.peers)
+    activity.keep = current.rows.append
 
 
 def stop() -> None:
     """Record calls no longer."""
     global current
-    if current is not None:
-        current, groups = None, activity.peers
-        left = {number: ranks for number, ranks in groups.items() if number not in getattr(groups, "freed", ())}
-        activity.keep, activity.peers = None, left
+    current = activity.keep = None

@@ -165,16 +165,9 @@ def all_reduce(team: Team, x: Tensor, op: Reduction) -> None:
             return
         if mine is not out:
             out.copy_(mine)
-        _allreduce(team, out, *op.mpi)
+        for part in split(out, limits.PIECE // out.itemsize):
+            team.comm.Allreduce(MPI.IN_PLACE, [address(part), part.numel(), op.mpi[1]], op.mpi[0])
         op.average(out, team.size)
-
-
-def _allreduce(team: Team, x: Tensor, op: MPI.Op, kind: MPI.Datatype) -> None:
-    """Reduce a flat tensor in place by MPI's own operation."""
-    memory, itemsize = address(x), x.itemsize
-    for start, length in layout.pieces(x.numel(), limits.PIECE // itemsize):
-        piece = memory[start * itemsize : (start + length) * itemsize]
-        team.comm.Allreduce(MPI.IN_PLACE, [piece, length, kind], op)
 
 
 def _reduce_with_torch(team: Team, x: Tensor, op: Reduction) -> None:

@@ -77,19 +77,6 @@ def writable(x: Tensor, read: bool = True) -> Iterator[Tensor]:
         copyable(x.detach()).copy_(copyable(copy))
 
 
-def tensors_in(items: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors among arguments: in nested lists, and in dicts."""
-    found: list[Tensor] = []
-    for item in items:
-        if isinstance(item, Tensor):
-            found.append(item)
-        elif isinstance(item, (list, tuple)):
-            found += tensors_in(item)
-        elif isinstance(item, dict):
-            found += tensors_in(item.values())
-    return found
-
-
 def gpu_events(tensors: Iterable[Tensor]) -> list[torch.Event]:
     """Record the work submitted so far to the current streams of the tensors' GPUs.
 

@@ -25,12 +25,13 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from hpcdist import activity
 from hpcdist.backend import agreement, collectives
 from hpcdist.backend.agreement import Call, Counts, sizes
-from hpcdist.backend.host_copies import gpu_events, share_memory, tensors_in
+from hpcdist.backend.host_copies import gpu_events, share_memory
 from hpcdist.backend.reductions import Reduction, reduction
 from hpcdist.backend.works import DONE, Finished, Queued, Transfer, forget_done, recv, send
 from hpcdist.comm.team import Group, Settings, Team, create_group
 from hpcdist.errors import refusal
 from hpcdist.tensors import accelerator, eager
+from hpcdist.tensors.storage import tensors_in
 
 Tensors = list[Tensor]
 _NOTHING = timedelta(0)
@@ -140,11 +141,15 @@ class Operations:
             limit = opts.timeout.total_seconds()
             activity.expect_limit(limit)
         worker = team.worker
+
+        def run(text: bytes | None = None) -> None:
+            with activity.InCall(verb, team, text=text, limit=limit, tensors=found, route="mpi"), worker.running:
+                agreement.checked(team, call, step, *args)
+
         work: Finished = DONE
         # A callback of a future (of a hook of DDP) runs before the next call of the worker, and so do its own calls.
         if ((blocks or team.size == 1) and worker.idle) or worker.inside:
-            with activity.InCall(verb, team, limit=limit, tensors=found, route="mpi"), worker.running:
-                agreement.checked(team, call, step, *args)
+            run()
             if blocks:
                 return work
             work = Finished(tensors)
@@ -152,7 +157,7 @@ class Operations:
             events = gpu_events(found)
             if events:
                 step, args = _after, (events, step, *args)
-            work = Queued(verb, team, limit, found, agreement.checked, (call, step, *args), tensors)
+            work = Queued(verb, team, run, tensors)
         work.number = self._calls
         return work
 

@@ -24,12 +24,12 @@ from torch.futures import Future
 
 from hpcdist import activity
 from hpcdist.activity import callsite
-from hpcdist.backend.host_copies import address, gpu_events, is_plain, readable, scratch, tensors_in
+from hpcdist.backend.host_copies import address, gpu_events, is_plain, readable, scratch
 from hpcdist.comm.messages import pieces
 from hpcdist.comm.team import Team
 from hpcdist.comm.worker import note_failure
 from hpcdist.errors import refusal
-from hpcdist.tensors.storage import copyable
+from hpcdist.tensors.storage import copyable, tensors_in
 
 METHODS = ("is_completed", "is_success", "exception", "result", "source_rank", "_source_rank", "_get_sequence_number")
 _SLEEP = 1e-4  # seconds between two looks at a message with a time limit of its own
@@ -144,33 +144,16 @@ class Queued(Finished):
     Args:
         verb: name of the call.
         team: ranks of the call.
-        limit: deadline of the call in seconds.
-        found: the tensors of the call.
-        step, args: what to run, with the team before these arguments.
+        run: the call, given its name and place.
         result: the value of the future when it is done.
     """
 
-    def __init__(
-        self,
-        verb: str,
-        team: Team,
-        limit: float | None,
-        found: list[Tensor],
-        step: Callable[..., object],
-        args: Any,
-        result: Any,
-    ) -> None:
+    def __init__(self, verb: str, team: Team, run: Callable[[bytes], None], result: Any) -> None:
         super().__init__(result)
-        self._verb, self._team = verb, team
-        self._where = where = callsite.where(verb)
+        self._verb, self._team, self._where = verb, team, callsite.where(verb)
         self._heard: list[None] = []
-
-        def run() -> None:
-            with activity.InCall(verb, team, text=where, limit=limit, tensors=found, route="mpi"):
-                step(team, *args)
-
-        self._done = team.worker.submit(run)
-        note_failure(self._done, where.decode(), self._heard)
+        self._done = team.worker.submit(functools.partial(run, self._where))
+        note_failure(self._done, self._where.decode(), self._heard)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the call is done; raise its error.

@@ -56,7 +56,7 @@ class Settings:
         own_gpus: whether every rank has a GPU to itself, and NCCL can be used.
         timeout: deadline of every call.
         nodes: number of nodes.
-        node_of, memory: index of the node of each rank of the world, and its host_memory.capacity().
+        node_of, memory: index of the node of each rank of the world, and its machine.capacity().
         tuned: rules of the file HPCDIST_TUNE, which rank 0 has read.
         staging: folder through which route "hdf5" moves data; rank 0's is used.
         child_environ: environment for a child process that runs MPI on its own, outside the job.
@@ -351,7 +351,7 @@ class Team:
         self.plans.clear()
         self.repeats.clear()
         for number in (self.number, self.number + 1):
-            activity.peers.pop(number, None)
+            activity.forget(number)
         self.side_comm.Free()
         self.comm.Free()
         return left

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpcdist.activity.procstat import NOT_OPENED, identity, opened
 from hpcdist.control import objects
-from hpcdist.process import host_memory
+from hpcdist.process import machine
 from hpcdist.tensors import pool
 from hpcdist.tensors.shared_memory import SharedBlock
 
@@ -299,7 +299,7 @@ class Windows:
         same = [number for number in self._unheld() if self._slots[number].block.nbytes == capacity]
         found = same[-1] if same else None
         if found is None:
-            self._drop_unheld(0 if nbytes > host_memory.available() else KEPT)
+            self._drop_unheld(0 if nbytes > machine.available() else KEPT)
             found = next((number for number in range(SLOTS) if number not in self._slots), None)
             if found is None:
                 raise OSError(_ALL_HELD)
@@ -339,7 +339,7 @@ class Windows:
 
 
 def _check_memory(nbytes: int) -> None:
-    free = host_memory.available()
+    free = machine.available()
     if nbytes > free:
         raise OSError(f"{nbytes:,} bytes do not fit into the {free:,} bytes of free memory")
 

@@ -39,7 +39,7 @@ from hpcdist.formats.paths import check_target, file_errors, shown
 from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
 from hpcdist.layout.box import Shards, grid, summed
-from hpcdist.process import host_memory
+from hpcdist.process import machine
 from hpcdist.runtime.cli import meter, nbytes, placed, progress, timed
 from hpcdist.runtime.commandline import Parser, path, plural, problem, show_bytes
 from hpcdist.runtime.world import World, team_of
@@ -601,7 +601,7 @@ def _check_memory(world: World, nbytes: int) -> None:
     Raises:
         InputError: on all ranks, if one has not.
     """
-    ranks = objects.all_gather_object(team_of().comm, (world.node, nbytes, host_memory.available()))
+    ranks = objects.all_gather_object(team_of().comm, (world.node, nbytes, machine.available()))
     for node in range(world.nodes):
         needs, free = zip(*((need, left) for where, need, left in ranks if where == node), strict=True)
         if sum(needs) > min(free):

@@ -36,7 +36,7 @@ from hpcdist.comm import launcher, rendezvous
 from hpcdist.control import objects
 from hpcdist.doctor.checks import Facts, known, socket_problem
 from hpcdist.errors import HpcdistError, reason
-from hpcdist.process import binding, host_memory
+from hpcdist.process import machine
 from hpcdist.process.startup import __version__
 from hpcdist.routes import select
 from hpcdist.runtime import world
@@ -99,11 +99,11 @@ def before_mpi(temporary: str) -> Facts:
     """Return the memory that this process can have, its limits (None is unlimited), and the folders that MPI needs."""
     files, most_files = (_limit(limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
     capabilities = re.search(r"CapEff:\s*(\w+)", _read(Path("/proc/self/status")))
-    group, limit = min(host_memory.groups(), key=lambda found: found[1], default=(None, None))
+    group, limit = min(machine.groups(), key=lambda found: found[1], default=(None, None))
     return {
         "memory": {
-            "host": host_memory.capacity()[1],
-            "available": host_memory.available(),
+            "host": machine.capacity()[1],
+            "available": machine.available(),
             "limit": limit,
             "group": group and str(group),
             "group_id": group and group.stat().st_ino,  # each container may show its own group by one path
@@ -174,7 +174,7 @@ def cores() -> Facts:
     return {
         "cores": mine,
         "cpus": os.cpu_count() or 1,
-        "domains": sum(bool(domain & {*mine}) for domain in binding.domains()),
+        "domains": sum(bool(domain & {*mine}) for domain in machine.domains()),
         "threads": torch.get_num_threads(),
         "physical": sorted({int(re.split("[,-]", those)[0]) for those in siblings}),
     }

@@ -18,7 +18,7 @@ from hpcdist.formats.hdf5 import NUMPY, stored_dtype
 from hpcdist.formats.paths import file_errors
 from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
-from hpcdist.process import host_memory
+from hpcdist.process import machine
 
 
 class _Npy(Format):
@@ -79,7 +79,7 @@ def _reading(path: str) -> Iterator[None]:
 def _array(path: str, name: str) -> Any:
     """Read an array of an archive; a FileError if memory cannot hold it, which a few bytes may unpack to."""
     with _reading(path), np.load(path, allow_pickle=False) as held:
-        host_memory.require(path, held.zip.getinfo(f"{name}.npy").file_size)
+        machine.require(path, held.zip.getinfo(f"{name}.npy").file_size)
         return held[name]
 
 

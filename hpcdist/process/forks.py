@@ -44,7 +44,7 @@ def claim(environ: Mapping[str, str], launched: bool) -> None:
     if why is not None:
         raise LaunchError(why)
     fd = environ.get("PMI_FD", "")
-    if fd.isdigit() and not _runs() and not _is_open(int(fd)):
+    if fd.isdigit() and not _runs() and not os.path.exists(f"/proc/self/fd/{fd}"):
         raise LaunchError(
             "HD104",
             f"PMI_FD={fd}, by which this process (pid {os.getpid()}) would become a rank, is not open: the launcher "
@@ -58,14 +58,6 @@ def claim(environ: Mapping[str, str], launched: bool) -> None:
             f"already, and the launcher has one rank for them. {_ADVICE}",
         )
     _OWNER.pack_into(_owner, 0, os.getpid())
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
 
 
 def _runs() -> bool:

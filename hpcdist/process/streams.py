@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from io import TextIOWrapper
+from io import StringIO, TextIOWrapper
 from typing import Any, TextIO
 
 from hpcdist.errors import coded, reason
@@ -52,26 +52,21 @@ class _Stream:
         self.error: Exception | None = None
 
     def write(self, text: str) -> int:
-        if self.error is None:
-            try:
-                self._stream.write(text)
-            except (OSError, ValueError) as error:  # ValueError: it was closed
-                self.error = error
+        self._try(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, step: Callable[..., object], *args: str) -> None:
         if self.error is None:
             try:
-                self._stream.flush()
-            except (OSError, ValueError) as error:
+                step(*args)
+            except (OSError, ValueError) as error:  # ValueError: it was closed
                 self.error = error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-def _nowhere() -> TextIO:
-    return open(os.devnull, "w")
 
 
 @contextmanager
@@ -85,7 +80,7 @@ def printing(name: str) -> Iterator[None]:
         name: name of the command.
     """
     before = sys.stdout, sys.stderr
-    out, err = (_Stream(stream or _nowhere()) for stream in before)  # None: closed before Python began
+    out, err = (_Stream(stream or StringIO()) for stream in before)  # None: closed before Python began
     sys.stdout, sys.stderr = out, err
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by the package, for the time of the imports
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -10,7 +10,6 @@ from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
 
 from hpcdist import activity
 from hpcdist.activity import callsite
@@ -18,6 +17,7 @@ from hpcdist.comm.team import Team
 from hpcdist.comm.worker import note_failure
 from hpcdist.errors import HpcdistError, refusal
 from hpcdist.tensors import accelerator, eager
+from hpcdist.tensors.storage import tensors_in
 from hpcdist.validation.collective import LEAVE, leave
 from hpcdist.watch.deadlines import patience
 
@@ -83,28 +83,14 @@ class Handle(Generic[T]):
         if not self._finished:
             self._finished.append(result if self._finish is None else self._finish(result))
             self._finish = None  # and what it keeps alive
-        _record_stream(self._finished[0])
+        for x in tensors_in(self._finished):
+            if accelerator.holds(x):  # allocated in the background's stream, and used by this thread's from now on
+                x.record_stream(torch.accelerator.current_stream(x.device))
         return self._finished[0]
 
     def done(self) -> bool:
         """Return whether wait() would return, or raise, at once."""
         return self._future.done()
-
-
-def _record_stream(result: object) -> None:
-    """Mark GPU memory that was allocated in the background's stream as used by this thread's stream."""
-    if isinstance(result, Tensor):
-        if accelerator.holds(result):
-            result.record_stream(torch.accelerator.current_stream(result.device))
-    elif isinstance(result, (list, tuple)):
-        for item in result:
-            _record_stream(item)
-    elif isinstance(result, dict):
-        for item in result.values():
-            _record_stream(item)
-    elif hasattr(result, "__dataclass_fields__"):
-        for name in result.__dataclass_fields__:
-            _record_stream(getattr(result, name, None))
 
 
 def run_now(step: Callable[[], T], async_op: bool) -> T | Handle[T]:

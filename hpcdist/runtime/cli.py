@@ -16,7 +16,7 @@ from torch import Tensor
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, LaunchError
 from hpcdist.formats.paths import write_text
-from hpcdist.process import abort, host_memory
+from hpcdist.process import abort, machine
 from hpcdist.process.streams import escape, printing
 from hpcdist.runtime import world
 from hpcdist.runtime.commandline import BAD_INPUT, Parser, is_rank_0, line
@@ -98,7 +98,7 @@ def nbytes(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: if `text` is not a number of bytes, or too small for a window.
     """
-    count = host_memory.parse(text) or 0
+    count = machine.parse(text) or 0
     if not _MIN_WINDOW <= count < 2**63:
         raise argparse.ArgumentTypeError(f"expected a number of bytes such as 64M, {_MIN_WINDOW} or more, got {text!r}")
     return count

@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,15 +25,13 @@ from hpcdist.comm.worker import report_failures
 from hpcdist.control import clocks, objects
 from hpcdist.errors import HpcdistError, coded, refusal
 from hpcdist.formats.paths import private_folder
-from hpcdist.process import abort, binding, forks, streams
-from hpcdist.process.host_memory import capacity
+from hpcdist.process import abort, forks, machine, streams
 from hpcdist.runtime import background, registration, stopping, torchrun
 from hpcdist.runtime.stopping import Stop
 from hpcdist.tensors import accelerator, pool
 from hpcdist.validation import collective
 from hpcdist.validation.collective import Call
 from hpcdist.watch.deadlines import deadline, first_meeting, patience
-from hpcdist.watch.status_query import StatusQuery
 from hpcdist.watch.watcher import Watch, save_trace
 
 if TYPE_CHECKING:
@@ -61,9 +59,8 @@ class World:
     comm: MPI.Intracomm
     settings: Settings
     _context: Context = field(repr=False)
-    _watch: Watch = field(repr=False)
     _stop: Stop = field(repr=False)
-    _take_back: Callable[[], None] = field(repr=False)  # restores the environment
+    _ends: ExitStack = field(repr=False)  # ends what the world has begun
     _owns_group: bool = field(repr=False)
     _implicit: bool = field(repr=False)  # made for a program that called torch.distributed, not init()
     _asked: Asked = field(repr=False)
@@ -159,13 +156,8 @@ class World:
             transport = self._context.transport
             left = objects.all_gather_object(self._context.team.comm, transport is not None and transport.stop())
         self._context.free(messages=not any(left))  # else new groups could receive old messages
-        registration.host.close()
-        self._take_back()
         save_trace(finished=True)
-        recording.stop()
-        self._watch.stop()
-        self._stop.close()
-        pool.stop()
+        self._ends.close()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         report_failures()
@@ -292,7 +284,6 @@ def init(
         with hd.init() as world:        # mpirun -n 4 python program.py
             print(world.rank, world.world_size, world.device)   # 0 4 cuda:0, 1 4 cuda:1, ...
     """
-    global _world
     staging = None if staging is None else os.fspath(staging)
     asked = Asked(comm, device, backend, timeout, staging, bind, stop_on, stop_before, trace)
     if _world is not None and _world._implicit:
@@ -301,16 +292,12 @@ def init(
         if any(new is not None and new != old for new, old in zip(asked, _world._asked, strict=True)):
             raise refusal(ValueError, "HD112", "hpcdist is initialised with other arguments; call finalize() first")
         return _world
-    _world = _make(asked)
-    atexit.register(_leave)
-    return _world
+    return _make(asked)
 
 
 def _begin(timeout: timedelta) -> None:
     """Make a world for a program that starts torch.distributed without init(). Collective over all ranks."""
-    global _world
-    _world = _make(Asked(device="cpu", timeout=timeout), implicit=True)
-    atexit.register(_leave)
+    _make(Asked(device="cpu", timeout=timeout), implicit=True)
 
 
 def prepare(bind: str | None) -> World:
@@ -318,10 +305,7 @@ def prepare(bind: str | None) -> World:
 
     Collective over all ranks. The world that is returned holds the store at MASTER_PORT.
     """
-    global _world
-    _world = _make(Asked(device="cpu", bind=bind), implicit=True, program=True)
-    atexit.register(_leave)
-    return _world
+    return _make(Asked(device="cpu", bind=bind), implicit=True, program=True)
 
 
 registration.host.begin, registration.host.variables = _begin, environ
@@ -361,9 +345,7 @@ def _leave() -> None:
         return
     if MPI.Is_finalized():
         save_trace(finished=True)
-        recording.stop()
-        _world._watch.stop()
-        _world._stop.close()
+        _world._ends.close()
         return
     with activity.InCall("", _world._context.team, text=b"the end of its program"):
         backgrounds = background.leave_all(_world._context.teams.values())  # answers calls of ranks that continue
@@ -376,6 +358,8 @@ def _leave() -> None:
 
 
 def _make(asked: Asked, implicit: bool = False, program: bool = False) -> World:
+    """Make the world, which ends with the program at the latest. Collective over all ranks."""
+    global _world
     streams.reserve()
     forks.claim(os.environ, launcher.has_rank(os.environ))
     comm = launcher.job(asked.comm, os.environ)
@@ -383,39 +367,39 @@ def _make(asked: Asked, implicit: bool = False, program: bool = False) -> World:
         abort.install()
     env_timeout, env_cache = os.environ.get("HPCDIST_TIMEOUT"), os.environ.get("HPCDIST_CACHE")
     trace = asked.trace or os.environ.get("HPCDIST_TRACE") or None
-    with ExitStack() as undo:  # if an error follows
+    with ExitStack() as ends:  # now, if an error follows
         with first_meeting(asked.timeout, env_timeout, comm.size):
             private = rendezvous.in_torch_order(comm)
-            undo.callback(private.Free)
+            ends.callback(_free, private)
+            ends.callback(pool.stop)
             with rendezvous.Nodes(private) as nodes:
                 agreed, limit = _agree_on(private, asked._replace(trace=trace), env_timeout, env_cache)
                 if trace is not None:
-                    undo.callback(recording.stop)
+                    ends.callback(recording.stop)
                     _start_trace(private, trace)
                 meeting = rendezvous.meet(private, nodes.count)
-                watch = Watch(StatusQuery(private, nodes.local, meeting.own if meeting.file is None else None), limit)
+                watch = Watch(private, nodes.local, meeting.own if meeting.file is None else None, limit)
         stop = Stop(watch, agreed["stop_on"], agreed["stop_before"])
-        undo.callback(stop.close)
-        undo.callback(watch.stop)
+        ends.callback(stop.close)
+        ends.callback(watch.stop)
         with activity.InCall("init", None):
             stop.begin(private, os.environ, listen=asked.stop_on is not None)
             settings = _settings(private, nodes, limit, asked)
             registration.host.open(private, settings, meeting)
-            undo.callback(registration.host.close)
-            take_back = torchrun.give(private, nodes, meeting.host, os.environ, limit, program)
-            undo.callback(take_back)
+            ends.callback(registration.host.close)
+            ends.callback(torchrun.give(private, nodes, meeting.host, os.environ, limit, program))
             if asked.bind:
                 _bind(private, nodes, accelerator.of_rank(nodes.local_rank) if program else settings.device)
             name = None if implicit else asked.backend or registration.default_backend(settings.own_gpus)
             owns_group = registration.start(private, meeting, name, limit, settings.device)
-        undo.pop_all()
+        ends = ends.pop_all()
     if comm.size > 1:
         abort.install()  # again: torch has set a hook of its own
     ours = Context(private, comm, settings)
     registration.host.team = ours.team
     background.prepare(ours.team)
     pool.start(pool.limit_of(env_cache, settings.memory[private.rank][0] // nodes.local_size))
-    return World(
+    _world = World(
         rank=private.rank,
         world_size=private.size,
         local_rank=nodes.local_rank,
@@ -423,20 +407,29 @@ def _make(asked: Asked, implicit: bool = False, program: bool = False) -> World:
         comm=comm,
         settings=settings,
         _context=ours,
-        _watch=watch,
         _stop=stop,
-        _take_back=take_back,
+        _ends=ends,
         _owns_group=owns_group,
         _implicit=implicit,
         _asked=asked._replace(comm=comm),
     )
+    atexit.register(_leave)
+    return _world
+
+
+def _free(comm: MPI.Intracomm) -> None:
+    """Free the communicator of a world that could not be made; in others it belongs to a team, which frees it."""
+    from mpi4py import MPI
+
+    if comm and not MPI.Is_finalized():
+        comm.Free()
 
 
 def _settings(private: MPI.Intracomm, nodes: rendezvous.Nodes, limit: timedelta, asked: Asked) -> Settings:
     """Choose the device of each rank, and collect the ranks' data on each other. Collective over `private`."""
     shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # experimental, NCCL 2.30.3 and later
     chosen, own_gpus = accelerator.choose(private, nodes.local_rank, asked.device, asked.backend, shared)
-    places = objects.all_gather_object(private, (nodes.mine, capacity()))
+    places = objects.all_gather_object(private, (nodes.mine, machine.capacity()))
     return Settings(
         device=chosen,
         own_gpus=own_gpus,
@@ -469,12 +462,12 @@ def _tuned(comm: MPI.Intracomm, place: tuning.Place) -> tuning.Tuned | None:
 
 def _bind(comm: MPI.Intracomm, nodes: rendezvous.Nodes, device: torch.device) -> None:
     """Bind this process to the cores of one NUMA domain, beside its device if that is a GPU. Collective over `comm`."""
-    beside = binding.beside(accelerator.address(device))
+    beside = machine.beside(accelerator.address(device))
     found = objects.all_gather_object(comm, (nodes.mine, sorted(os.sched_getaffinity(0)), sorted(beside)))
     ranks = [(set(own), set(beside)) for node, own, beside in found if node == nodes.mine]
-    chosen = binding.choose(ranks, binding.domains())
+    chosen = machine.choose(ranks, machine.domains())
     mine = chosen[nodes.local_rank]
-    binding.apply(mine)
+    machine.bind(mine)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, min(torch.get_num_threads(), len(mine) // chosen.count(mine))))
 

@@ -17,7 +17,7 @@ from hpcdist.errors import listed, refusal
 from hpcdist.formats import safetensors
 from hpcdist.formats.hdf5 import DTYPE_ATTRIBUTE, GROUP
 from hpcdist.layout import Box
-from hpcdist.process import abort, host_memory
+from hpcdist.process import abort, machine
 from hpcdist.staging.pieces import check_pieces, check_shape, piece_limit
 from hpcdist.tensors.storage import DTYPES
 from hpcdist.validation import collective, local
@@ -79,7 +79,7 @@ def shard_size(value: Any, path: str) -> int | None:
         return None
     if not path.endswith(safetensors.SUFFIX):
         raise ArgumentError("HD419", f"max_shard_size is for {safetensors.SUFFIX} files")
-    size = host_memory.parse(str(value))
+    size = machine.parse(str(value))
     if not size:
         raise ArgumentError("HD419", f"max_shard_size is {value!r}, expected a number of bytes or text such as '5GB'")
     return size

@@ -21,7 +21,7 @@ from hpcdist.control import objects
 from hpcdist.errors import coded
 from hpcdist.formats import safetensors
 from hpcdist.formats.contents import Dataset
-from hpcdist.process import host_memory
+from hpcdist.process import machine
 from hpcdist.runtime import world
 from hpcdist.runtime.background import Handle, check_threads, join_uploads, submit
 from hpcdist.runtime.plan import Plan, planners
@@ -426,7 +426,7 @@ def buffer_of(team: Team, given: Any) -> int:
         return index(given)
     node_of = team.settings.node_of
     ranks = node_of.count(node_of[team.peers[team.rank]])
-    return host_memory.available() // 2 // ranks
+    return machine.available() // 2 // ranks
 
 
 def _place(path: Any) -> str | None:

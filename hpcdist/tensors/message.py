@@ -18,7 +18,7 @@ from torch._utils import _flatten_dense_tensors
 
 from hpcdist.errors import HpcdistError, refusal
 from hpcdist.layout import limits
-from hpcdist.process import host_memory
+from hpcdist.process import machine
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import BARE, DTYPES, as_bytes, bits, copyable, of_bytes
 
@@ -155,7 +155,7 @@ def check_memory(nbytes: int) -> None:
     Raises:
         HpcdistError: if it has not.
     """
-    if nbytes > _ASKED and nbytes > (most := host_memory.capacity()[0]):
+    if nbytes > _ASKED and nbytes > (most := machine.capacity()[0]):
         raise HpcdistError(
             "HD310", f"{nbytes} bytes of tensors are announced, more than the memory of this host ({most})"
         )

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch._C import _functorch
 
 from hpcdist.errors import refusal
-from hpcdist.process import host_memory
+from hpcdist.process import machine
 
 LEAST = 2**20  # bytes; for less, new memory is as fast
 IDLE = 1.0  # seconds after which an idle block is given to the kernel lazily
@@ -291,7 +291,7 @@ def limit_of(text: str | None, share: int) -> int:
     """
     if not text:
         return share // _SHARE
-    nbytes = host_memory.parse(text)
+    nbytes = machine.parse(text)
     if nbytes is None:
         raise refusal(ValueError, "HD114", f"HPCDIST_CACHE is {text!r}, expected bytes such as 512M or 2G, or 0")
     return nbytes

@@ -6,7 +6,7 @@ not support, and preserve every bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any, TypeVar
 
@@ -170,6 +170,21 @@ def span(x: Tensor) -> tuple[int, int]:
     if x.is_contiguous():
         return start, start + x.nbytes
     return start, start + _reach(x) - int(x.storage_offset()) * x.itemsize if x.numel() else start
+
+
+def tensors_in(items: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among arguments: in nested lists, in dicts and in dataclasses."""
+    found: list[Tensor] = []
+    for item in items:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (list, tuple)):
+            found += tensors_in(item)
+        elif isinstance(item, dict):
+            found += tensors_in(item.values())
+        elif hasattr(item, "__dataclass_fields__"):
+            found += tensors_in(getattr(item, name, None) for name in item.__dataclass_fields__)
+    return found
 
 
 class Scratch:

@@ -39,12 +39,7 @@ def deadline(timeout: object, env_timeout: str | None) -> float:
             timeout = float(env_timeout)
         except ValueError:
             raise refusal(ValueError, "HD114", f"{name} is {env_timeout!r}, expected seconds") from None
-    seconds = _seconds(name, timeout)
-    if not seconds >= _LEAST:  # nor for nan
-        raise refusal(
-            ValueError, "HD114", f"{name} is {seconds:g}, expected seconds, {_LEAST:g} at least (inf for no limit)"
-        )
-    return min(seconds, _EVER)
+    return _seconds(name, timeout, _LEAST)
 
 
 def patience(timeout: object, name: str = "timeout") -> float | None:
@@ -55,21 +50,23 @@ def patience(timeout: object, name: str = "timeout") -> float | None:
     """
     if timeout is None:
         return None
-    seconds = _seconds(name, timeout)
-    if not seconds >= 0:  # nor for nan
-        raise refusal(ValueError, "HD114", f"{name} is {seconds:g}, expected seconds, 0 at least (inf for no limit)")
+    seconds = _seconds(name, timeout, 0)
     return seconds if seconds < _EVER else None
 
 
-def _seconds(name: str, timeout: object) -> float:
+def _seconds(name: str, timeout: object, least: float) -> float:
     if isinstance(timeout, timedelta):
-        return timeout.total_seconds()
+        timeout = timeout.total_seconds()
     if not isinstance(timeout, Real) or isinstance(timeout, bool):
         raise refusal(TypeError, "HD114", f"{name} must be a timedelta or seconds, got {type(timeout).__name__}")
     try:
-        return float(timeout)
+        seconds = float(timeout)
     except OverflowError:  # an integer
-        return -inf if timeout < 0 else inf
+        seconds = -inf if timeout < 0 else inf
+    if not seconds >= least:  # nor is nan
+        text = f"{name} is {seconds:g}, expected seconds, {least:g} at least (inf for no limit)"
+        raise refusal(ValueError, "HD114", text)
+    return min(seconds, _EVER)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from hpcdist.activity import ANYBODY, NOBODY, Entry, ThreadStatus
 from hpcdist.errors import coded
@@ -44,13 +43,6 @@ class Report:
     @property
     def who(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
-
-
-def of_json(fields: dict[str, Any]) -> Report:
-    """Restore a report from its fields after json."""
-    for thread in fields["threads"]:
-        thread |= {name: thread[name] and Entry(*thread[name]) for name in ("call", "last")}
-    return Report(**{**fields, "threads": [ThreadStatus(**thread) for thread in fields["threads"]]})
 
 
 def table(reports: Iterable[Report], now: float) -> str:

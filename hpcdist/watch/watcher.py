@@ -1,4 +1,7 @@
-"""The thread of every rank that detects overdue calls and dead processes, and then queries all ranks."""
+"""The thread of every rank that detects overdue calls and dead processes, and then queries all ranks.
+
+If a rank does not answer, another rank of its node reads its shared record.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,41 @@ import faulthandler
 import os
 import select
 import signal
+import socket
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
 
 from hpcdist import activity
-from hpcdist.activity import FINALIZED, Entry, ThreadRecord, callsite, procstat, recording
+from hpcdist.activity import (
+    ENDING,
+    FINALIZED,
+    RUNNING,
+    Entry,
+    Process,
+    SharedRecord,
+    ThreadRecord,
+    callsite,
+    procstat,
+    recording,
+)
+from hpcdist.control import objects
 from hpcdist.errors import HangError, coded, with_hint
 from hpcdist.process import abort
 from hpcdist.tensors import pool
+from hpcdist.tensors.storage import tensors_in
 from hpcdist.watch import flight_records
-from hpcdist.watch.hang_table import GONE, Report, chain, made_progress, table, verdict
-from hpcdist.watch.status_query import StatusQuery
+from hpcdist.watch.datagrams import KEY, Datagrams
+from hpcdist.watch.hang_table import GONE, WAITS, Report, chain, made_progress, table, verdict
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 SIGNAL = signal.SIGUSR2  # prints the table, unless the program uses it for something else
 _TICK, _LEAST = 5.0, 0.01  # seconds between two checks at most, and at least
@@ -34,21 +56,36 @@ _PATIENCE = 5.0  # seconds for the rank that has printed the table to end the jo
 _ANSWERS, _HASTE = 1.0, 0.2  # seconds to wait for answers; where the launcher is about to end the job
 _NOTHING = Entry(0.0, 0, 0, "")
 ALARM, DEMAND = "alarm", "demand"  # reasons for a query
+_SILENT = "running, but does not answer: native code that holds Python's lock, no processor for it, or lost messages"
+_UNSEEN = "does not answer: it is stopped, in native code that holds Python's lock, or its node is down or cut off"
+_MOST_PEERS = 512  # ranks of a team that are reported: a message has 64 KiB
+_SHOWN = 4  # sizes of tensors of a call
 
 
 class Watch:
-    """The watching thread of this rank.
+    """The watching thread of this rank, its messages to those of the others, and the shared record of this node.
+
+    Making it is collective over `comm`. All data that are needed when a rank hangs are exchanged then.
 
     Args:
-        query: queries the other ranks.
+        comm: all ranks.
+        local: the ranks of this node.
+        address: address of this host; None on one node whose processes can open each other's files.
         limit: deadline of a call.
     """
 
-    def __init__(self, query: StatusQuery, limit: timedelta) -> None:
-        self._query = query
+    def __init__(self, comm: MPI.Intracomm, local: MPI.Comm, address: str | None, limit: timedelta) -> None:
         self._limit = limit.total_seconds()
         self._grace = 0.0  # seconds after its deadline for a slow call that makes progress
-        self._peer = query.next_process()
+        self._rank, self._size = comm.rank, comm.size
+        self._meet(comm, local, address)
+        self._next = self._next_process()
+        self._asked_by: dict[int, tuple[str, float]] = {}  # reason and time of the last question of each rank
+        self._answers: dict[int, Report] = {}
+        self._number = 0  # of the latest question: only answers to it count
+        self._ended = False  # another rank ends the job
+        self._raised_by: int | None = None  # a rank that raises a HangError
+        self._folder = ""  # where it has written flight records
         self._reactions: dict[int, Callable[[], None]] = {}
         self._peer_died = self._signalled = self._stopping = False
         self._demanded = 0.0  # when a signal last asked this rank for the table
@@ -59,27 +96,54 @@ class Watch:
         self._listens = signal.getsignal(SIGNAL) == signal.SIG_DFL
         if self._listens:  # a handler of Python's would not run while the main thread is in MPI
             faulthandler.register(SIGNAL, file=self._dumper, all_threads=False, chain=False)
+        activity.start(self._record, self._slot)
         abort.at_end(self._announce_end, self.explain)
         activity.wake = self._look_now
-        activity.lone_limit = self._limit if len(query.ranks) == 1 else None
+        activity.lone_limit = self._limit if self._size == 1 else None
         self._thread = threading.Thread(target=self._work, name="hpcdist-watch", daemon=True)
         self._thread.start()
+
+    def _meet(self, comm: MPI.Intracomm, local: MPI.Comm, address: str | None) -> None:
+        """Make the node's record, and exchange addresses. Collective over `comm`."""
+        file = objects.node_file(local)
+        self._record = SharedRecord(1 if file is None else local.size, file)  # of its own, if the node cannot share it
+        self._slot = 0 if file is None else local.rank
+        self._record.announce(self._slot, RUNNING)
+        key = objects.broadcast_bytes(comm, os.urandom(KEY) if comm.rank == 0 else b"", 0)
+        self._datagrams = Datagrams(key, address)
+        leader = int.from_bytes(objects.broadcast_bytes(local, comm.rank.to_bytes(8, "little"), 0), "little")
+        me = {"address": self._datagrams.address, "host": socket.gethostname(), "pid": os.getpid()}
+        self._members = objects.all_gather_object(comm, {**me, "node": leader, "slot": self._slot})
+        slots = {member["slot"]: rank for rank, member in enumerate(self._members) if member["node"] == leader}
+        # The rank of each slot of the record; this rank alone where the node's processes share none.
+        self._local_ranks: dict[int, int] = slots if len(slots) == local.size else {self._slot: self._rank}
+
+    def _next_process(self) -> tuple[int, int] | None:
+        """Return (slot, descriptor of its process) of the next rank on this node, which this rank watches."""
+        slots = sorted(self._local_ranks)
+        slot = slots[(slots.index(self._slot) + 1) % len(slots)]
+        try:
+            return None if slot == self._slot else (slot, os.pidfd_open(self._record.read(slot).pid))
+        except (OSError, AttributeError):  # an old kernel: the launcher will notice, or the deadline
+            return None
 
     def stop(self) -> None:
         """End the thread. Other ranks then neither wait for this process nor report its end."""
         with self._lock:
             if self._stopping:
                 return
-            self._query.announce(FINALIZED)
+            self._record.announce(self._slot, FINALIZED)
             self._stopping = True
             os.eventfd_write(self._wake, 1)
         self._thread.join()
         activity.wake = activity.lone_limit = None
+        activity.start(None)
         abort.at_end(None, None)
         if self._listens and signal.getsignal(SIGNAL) == signal.SIG_DFL:  # otherwise the program has set its own
             faulthandler.unregister(SIGNAL)
-        self._query.close()
-        for fd in (self._wake, self._dump, self._dumper, *(self._peer or ())[1:]):
+        self._datagrams.close()
+        self._record.close()
+        for fd in (self._wake, self._dump, self._dumper, *(self._next or ())[1:]):
             os.close(fd)
 
     def listen(self, fd: int, react: Callable[[], None]) -> None:
@@ -89,7 +153,8 @@ class Watch:
 
     def _announce_end(self) -> None:
         """Announce to all ranks that this one ends the job, and write its trace."""
-        self._query.end_job()
+        self._record.announce(self._slot, ENDING)
+        self._send_all("end")
         save_trace(finished=False)
         if recording.current is not None:
             recording.current.wait_for_others(_PATIENCE)
@@ -141,8 +206,8 @@ class Watch:
             self._on_peer_death()
         elif self._signalled:
             self._on_signal()
-        elif self._query.raised_by is not None:
-            self._join(self._query.raised_by)
+        elif self._raised_by is not None:
+            self._join(self._raised_by)
         elif overdue and overdue[0].waited >= self._limit_of(overdue[0]) + self._grace:
             self._on_deadline(overdue[0])
         else:
@@ -157,10 +222,10 @@ class Watch:
         """Wait for an event; answer other ranks' questions, and note all other events."""
         poll = select.poll()
         reactions = dict(self._reactions)  # other threads may add some
-        fds = [self._wake, self._dump, self._query.datagrams.fileno(), *(self._peer or ())[1:], *reactions]
+        fds = [self._wake, self._dump, self._datagrams.fileno(), *(self._next or ())[1:], *reactions]
         for fd in fds:
             poll.register(fd, select.POLLIN)
-        if self._query.ended:  # the main thread continues until the launcher ends this process
+        if self._ended:  # the main thread continues until the launcher ends this process
             abort.cleanup()
             seconds = min(seconds, _LEAST)
         for fd, _ in poll.poll(max(0.0, seconds) * 1000):
@@ -169,19 +234,15 @@ class Watch:
             elif fd == self._dump:
                 os.read(fd, 2**16)
                 self._signalled = True
-            elif fd == self._query.datagrams.fileno():
-                ended = self._query.ended
-                for message in self._query.datagrams.receive():
-                    self._query.take(message)
-                if self._query.ended and not ended:
-                    abort.cleanup()  # first: the launcher may end this process at any time
-                    save_trace(finished=False)
+            elif fd == self._datagrams.fileno():
+                for message in self._datagrams.receive():
+                    self._take(message)
             elif fd in reactions:
                 reactions[fd]()
-            elif self._peer is not None:
+            elif self._next is not None:
                 os.close(fd)
-                self._peer_died = self._query.died(self._peer[0])
-                self._peer = None
+                self._peer_died = self._died(self._next[0])
+                self._next = None
 
     def _until(self, end: float, done: Callable[[], bool] = lambda: False) -> None:
         """Answer other ranks' questions until a time, or until `done`."""
@@ -192,7 +253,7 @@ class Watch:
 
     def _asking(self, why: str, since: float) -> list[int]:
         """Return the other ranks that have asked for that reason."""
-        return [rank for rank, (reason, at) in self._query.asked_by.items() if reason == why and at > since]
+        return [rank for rank, (reason, at) in self._asked_by.items() if reason == why and at > since]
 
     def _ask_in_turn(self, why: str, seconds: float = _ANSWERS, within: float = _PATIENCE) -> dict[int, Report] | None:
         """Query the activity of all ranks; None if another rank has asked `within` seconds, or asks now.
@@ -201,12 +262,120 @@ class Watch:
         before its answer to this rank's question.
         """
         begin = time.monotonic()
-        turn = begin + min(self._query.rank * _TURN, _TURNS)
+        turn = begin + min(self._rank * _TURN, _TURNS)
         self._until(turn, lambda: bool(self._asking(why, begin - within)))
         if self._asking(why, begin - within):
             return None
-        reports = self._query.ask(why, seconds, self._until)
-        return None if any(rank < self._query.rank for rank in self._asking(why, begin)) else reports
+        reports = self._ask(why, seconds)
+        return None if any(rank < self._rank for rank in self._asking(why, begin)) else reports
+
+    # Messages.
+
+    def _send(self, dest: int, kind: str, **fields: Any) -> None:
+        self._datagrams.send(self._members[dest]["address"], {"kind": kind, "from": self._rank, **fields})
+
+    def _send_all(self, kind: str, folder: str = "") -> None:
+        """Announce to all other ranks that this one will "raise", or "end" the job; where it has written records."""
+        for rank in range(self._size):
+            if rank != self._rank:
+                self._send(rank, kind, folder=folder)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        """Process a message of another rank."""
+        kind, source = message["kind"], message["from"]
+        if kind == "ask":
+            self._asked_by[source] = message["why"], time.monotonic()
+            self._send(source, "answer", number=message["number"], report=self._own_report())
+        elif kind == "ask about":
+            self._send(source, "answer", number=message["number"], report=self._seen(message["rank"]))
+        elif kind == "raise":
+            self._raised_by, self._folder = source, message["folder"]
+        elif kind == "end":
+            if not self._ended:
+                self._ended = True
+                abort.cleanup()  # first: the launcher may end this process at any time
+                save_trace(finished=False)
+        elif message["number"] == self._number:
+            self._answers[message["report"].rank] = message["report"]
+
+    def _ask(self, why: str, seconds: float) -> dict[int, Report]:
+        """Return the activity of every rank, from its own report if it answers.
+
+        Args:
+            why: reason, which the other ranks see.
+            seconds: time to wait for answers.
+        """
+        self._datagrams.expect_all()
+        self._number += 1
+        self._answers = {self._rank: self._own_report()}
+        begin = time.monotonic()
+        for part in (0.3, 1.0):  # silent ranks are asked again
+            for rank in self._silent():
+                self._send(rank, "ask", why=why, number=self._number)
+            self._until(begin + part * seconds, lambda: not self._silent())
+        for rank in self._silent():
+            node = self._members[rank]["node"]
+            witness = next((r for r in self._answers if self._members[r]["node"] == node), None)
+            if rank in self._local_ranks.values():
+                self._answers[rank] = self._seen(rank)
+            elif witness is not None:
+                self._send(witness, "ask about", rank=rank, number=self._number)
+        self._until(time.monotonic() + 0.3 * seconds, lambda: not self._silent())
+        for rank in self._silent():  # as are all other ranks of its node
+            self._answers[rank] = self._unseen(rank, self._datagrams.refused(self._members[rank]["address"]))
+        return dict(sorted(self._answers.items()))
+
+    def _silent(self) -> list[int]:
+        return [rank for rank in range(self._size) if rank not in self._answers]
+
+    # Reports.
+
+    def _died(self, slot: int) -> bool:
+        """Whether the process of a slot has ended without finalize()."""
+        process = self._record.read(slot)
+        return process.state == RUNNING and procstat.condition(process.pid, process.started) == "dead"
+
+    def _own_report(self) -> Report:
+        """Report this rank's activity."""
+        for record in activity.thread_records:
+            record.settle()
+        process, frames = self._record.read(self._slot), procstat.frames()
+        report = self._report(self._rank, process)
+        for thread, record in zip(report.threads, activity.thread_records, strict=False):
+            thread.waited = record.waited
+            if thread.call is not None:
+                thread.tensors = _described(record.tensors)
+                peers = activity.peers.get(thread.call.team, [])
+                thread.peers = peers if len(peers) <= _MOST_PEERS else []
+        first = process.threads[0].thread if process.threads else os.getpid()  # which is the main thread's ID
+        main = first if first in frames else os.getpid()
+        if main in frames:
+            busy = any(thread.call is not None for thread in report.threads)
+            report.doing = WAITS if busy else procstat.doing(main, frames[main])
+            report.stack = [] if busy else procstat.stack(frames[main])
+        return report
+
+    def _seen(self, rank: int) -> Report:
+        """Report on a rank of this node from its record, and from the system's data on its process."""
+        slot = self._members[rank]["slot"]
+        if self._local_ranks.get(slot) != rank:
+            return self._unseen(rank, False)
+        process = self._record.read(slot)
+        report = self._report(rank, process)
+        condition = procstat.condition(process.pid, process.started)
+        report.doing = _SILENT if condition == "alive" else condition
+        if condition == "dead" and process.state == FINALIZED:
+            report.doing = "at its end: it has finalized"
+        return report
+
+    def _unseen(self, rank: int, dead: bool) -> Report:
+        report = self._report(rank, None)
+        report.doing, report.known = "dead" if dead else _UNSEEN, False
+        return report
+
+    def _report(self, rank: int, process: Process | None) -> Report:
+        member = self._members[rank]
+        return Report(rank, member["host"], member["pid"], [] if process is None else process.threads)
 
     # A call past its deadline.
 
@@ -217,16 +386,16 @@ class Watch:
             return
         reports = self._ask_in_turn(ALARM)
         if reports is None:
-            self._until(time.monotonic() + _PATIENCE, lambda: self._query.raised_by is not None)
+            self._until(time.monotonic() + _PATIENCE, lambda: self._raised_by is not None)
             return  # if that rank finds no reason to raise, or is dead itself, this one checks again
         if record.begun == record.finished or self._stopping:  # the call has ended meanwhile
             return
-        absent = chain(call, lambda team: activity.peers.get(team, self._query.ranks), reports)
+        absent = chain(call, lambda team: activity.peers.get(team, range(self._size)), reports)
         if not absent and made_progress(call, reports, 0.8 * limit):
             self._grace = waited - limit + limit / 4  # a large file takes its time: check again later
             return
         folder = self._flight_records(reports)
-        self._query.send_all("raise", folder)
+        self._send_all("raise", folder)
         text = f"{call.text} has waited for {waited:.1f} s, its deadline is {limit:g} s"
         why = verdict(call, absent, reports, _peers_of)
         records = [f"flight records: torchfrtrace {path}" for path in sorted(Path(folder).iterdir() if folder else [])]
@@ -246,15 +415,15 @@ class Watch:
 
     def _write_own(self, folder: Path) -> None:
         try:
-            flight_records.write_own(folder, self._query.rank)
+            flight_records.write_own(folder, self._rank)
         except Exception as error:
             abort.print_error(f"hpcdist: there are no flight records of torch's own groups: {error}")
 
     def _join(self, other: int) -> None:
         """Raise in all waiting calls of this rank, because another rank does so and ends the job."""
         save_trace(finished=False)
-        if self._query.folder:
-            self._write_own(Path(self._query.folder))
+        if self._folder:
+            self._write_own(Path(self._folder))
         for record in activity.thread_records:
             call = record.current()
             if call is not None and not record.patient:
@@ -269,7 +438,9 @@ class Watch:
         self._peer_died = False
         save_trace(finished=False)  # now, because the launcher may end this process at any time
         self._until(time.monotonic() + _END)
-        dead = {} if self._query.job_ends() or self._stopping else self._query.dead_ranks()
+        if self._stopping or self._ended or any(self._record.read(slot).state == ENDING for slot in self._local_ranks):
+            return
+        dead = {rank: self._seen(rank) for slot, rank in self._local_ranks.items() if self._died(slot)}
         if not dead:
             return
         abort.print_error(with_hint("hpcdist: " + verdict(_NOTHING, list(dead), dead)))
@@ -279,17 +450,14 @@ class Watch:
         abort.job(1)
 
     def _on_inquiries(self) -> None:
+        """Print the table and which ranks are dead or stopped, if any; one rank does for all."""
         try:
-            self._report_gone()
+            reports = self._ask_in_turn(ALARM) or {}
+            gone = [rank for rank, report in reports.items() if report.doing in GONE]
+            if gone:
+                _print_table(f"{table(reports.values(), time.time())}\n{verdict(_NOTHING, gone, reports)}")
         finally:
             self._release_inquiries()
-
-    def _report_gone(self) -> None:
-        """Print the table and which ranks are dead or stopped, if any; one rank does for all."""
-        reports = self._ask_in_turn(ALARM) or {}
-        gone = [rank for rank, report in reports.items() if report.doing in GONE]
-        if gone:
-            _print_table(f"{table(reports.values(), time.time())}\n{verdict(_NOTHING, gone, reports)}")
 
     def _release_inquiries(self) -> None:
         """Let the threads that have called explain() continue."""
@@ -335,3 +503,10 @@ def _show(record: ThreadRecord, text: str) -> None:
 
 def _print_table(text: str) -> None:
     abort.print_error(with_hint("hpcdist: the calls of all ranks\n" + text))
+
+
+def _described(call: Any) -> str:
+    """Describe the tensors among nested lists, "8192 x torch.float32": the number of elements and dtype of each."""
+    sizes = Counter(f"{x.numel()} x {x.dtype}" for x in tensors_in([call]))
+    texts = [f"{count} tensors of {size}" if count > 1 else size for size, count in sizes.items()]
+    return ", ".join(texts[:_SHOWN]) + (f", and {len(texts) - _SHOWN} other sizes" if len(texts) > _SHOWN else "")

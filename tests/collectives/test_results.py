@@ -11,7 +11,7 @@ from collective import Findings, change_settings, raises_on_all_ranks
 
 import hpcdist as hd
 from hpcdist.collectives import results
-from hpcdist.process import host_memory
+from hpcdist.process import machine
 
 pytestmark = pytest.mark.mpi
 
@@ -91,8 +91,8 @@ def test_memory_that_one_rank_cannot_have(world, verb, monkeypatch):
 
 def test_what_a_host_has(world):
     findings = Findings(world.comm)
-    findings.check(world.settings.memory == (host_memory.capacity(),) * world.world_size, world.settings.memory)
-    own, host = host_memory.capacity()
-    findings.check(2**28 < host_memory.available() <= own <= host, (host_memory.available(), own, host))
+    findings.check(world.settings.memory == (machine.capacity(),) * world.world_size, world.settings.memory)
+    own, host = machine.capacity()
+    findings.check(2**28 < machine.available() <= own <= host, (machine.available(), own, host))
     findings.check(world.settings.node_of == (0,) * world.world_size, world.settings.node_of)
     findings.settle()

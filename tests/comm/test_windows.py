@@ -17,7 +17,7 @@ from mpi4py import MPI
 import hpcdist as hd
 from hpcdist.activity import procstat
 from hpcdist.comm import windows
-from hpcdist.process import host_memory
+from hpcdist.process import machine
 
 SIZE = 50_000
 
@@ -58,7 +58,7 @@ def test_without_room_results_are_private_and_say_why(world: hd.World, group: MP
     last = world.world_size - 1
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == last:
-            patch.setattr(host_memory, "available", lambda: 1000)
+            patch.setattr(machine, "available", lambda: 1000)
         _concat(world, group, findings, f"rank {last}: ")
         _concat(world, group, findings, "bytes of free memory")
     _concat(world, group, findings, "None")
@@ -75,7 +75,7 @@ def test_room_for_one_result_is_enough(world: hd.World, group: MPI.Comm, finding
         return room - sum(os.fstat(slot.block.fd).st_blocks * 512 for slot in windows_._slots.values())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_memory, "available", available)
+        patch.setattr(machine, "available", available)
         whole = _concat(world, group, findings, "None")
         world.comm.Barrier()
         _concat(world, group, findings, "bytes of free memory")  # beside the first

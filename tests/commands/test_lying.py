@@ -25,7 +25,7 @@ import hpcdist as hd
 from hpcdist.errors import FileError, HpcdistError
 from hpcdist.formats.hdf5 import record_dtype
 from hpcdist.formats.known import describe
-from hpcdist.process import host_memory
+from hpcdist.process import machine
 
 X = np.arange(6)
 
@@ -117,7 +117,7 @@ def test_archives(tmp_path, monkeypatch):
                 member.write(bytes(2**24))
     with little_memory():
         assert_refused(tmp_path, wrong)
-        monkeypatch.setattr(host_memory, "available", lambda: 2**20)
+        monkeypatch.setattr(machine, "available", lambda: 2**20)
         assert_refused(tmp_path, {"data.npz": "can only be read whole: 1,073,741,952 bytes of memory needed"})
     assert not Path("HACKED").exists()
 

@@ -10,7 +10,7 @@ from launch import mpirun
 
 from hpcdist.control import objects
 from hpcdist.doctor import examine
-from hpcdist.process import host_memory
+from hpcdist.process import machine
 from hpcdist.tensors import accelerator
 
 pytestmark = pytest.mark.once
@@ -38,11 +38,11 @@ VERSION_2 = (
 def test_limits_of_control_groups(own, contents, limited, tmp_path, monkeypatch):
     """Those of the process's own groups and of the groups above; "max" is none."""
     make(tmp_path, {"cgroup": own} | {f"fs/{name}": text for name, text in contents.items()})
-    monkeypatch.setattr(host_memory, "OWN", tmp_path / "cgroup")
-    monkeypatch.setattr(host_memory, "ROOT", tmp_path / "fs")
+    monkeypatch.setattr(machine, "OWN", tmp_path / "cgroup")
+    monkeypatch.setattr(machine, "ROOT", tmp_path / "fs")
     folder = tmp_path / "fs" / limited
-    assert (folder, 2**32) in host_memory.groups()
-    least, host = host_memory.capacity()
+    assert (folder, 2**32) in machine.groups()
+    least, host = machine.capacity()
     assert least == min(host, 2**32)
     memory = examine.before_mpi(str(tmp_path))["memory"]
     assert (memory["group"], memory["limit"], memory["group_id"]) == (str(folder), 2**32, folder.stat().st_ino)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launch import mpirun
 
-from hpcdist.process.binding import beside, choose, domains
+from hpcdist.process.machine import beside, choose, domains
 
 ALL = set(range(8))
 TWO = [{0, 1, 4, 5}, {2, 3, 6, 7}]  # with hardware threads, as Linux numbers them
@@ -82,8 +82,8 @@ def test_init_binds_every_thread_and_refuses_another_word() -> None:
         code="""
     import os
     import hpcdist as hd
-    from hpcdist.process import binding
-    binding.domains = lambda: [{core} for core in sorted(os.sched_getaffinity(0))]
+    from hpcdist.process import machine
+    machine.domains = lambda: [{core} for core in sorted(os.sched_getaffinity(0))]
     try: hd.init(bind="cores")
     except hd.RankError as error: assert "expected 'numa' or None [HD114]" in str(error), error
     before = sorted(os.sched_getaffinity(0))

@@ -139,8 +139,8 @@ def test_many_threads_ask_who_is_gone_while_the_watch_ends() -> None:
         threading.excepthook = lambda args: failed.append(args.exc_value)
         for _ in range(20):
             world = hd.init()
-            watch = world._watch
-            watch._report_gone = lambda: time.sleep(0.001)
+            watch = world._stop._watch
+            watch._ask_in_turn = lambda *_: time.sleep(0.001)
             def ask():
                 for _ in range(20): watch.explain()
             threads = [threading.Thread(target=ask) for _ in range(8)]

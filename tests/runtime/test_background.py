@@ -230,8 +230,8 @@ def test_a_message_for_which_there_is_no_memory_ends_the_job() -> None:
         2,
         code=BEGIN
         + """
-from hpcdist.process import host_memory
-host_memory.capacity = lambda: (2 * 10**7, 2 * 10**7)
+from hpcdist.process import machine
+machine.capacity = lambda: (2 * 10**7, 2 * 10**7)
 if world.rank == 0:
     hd.send(torch.zeros(10**7), 1)
 else:

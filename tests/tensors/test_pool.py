@@ -19,7 +19,7 @@ from collective import Findings
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist.process import host_memory
+from hpcdist.process import machine
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import DTYPES, as_bytes
 
@@ -382,7 +382,7 @@ def test_the_limit():
     for text in ("-1", "much", "1.5G", "9" * 30):
         with pytest.raises(ValueError, match="HPCDIST_CACHE"):
             pool.limit_of(text, 1)
-    assert host_memory.parse("64k") == 2**16
+    assert machine.parse("64k") == 2**16
 
 
 # --- results ---------------------------------------------------------------------------------------------------------

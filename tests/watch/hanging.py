@@ -139,7 +139,7 @@ CALLS: dict[str, Callable[[], object]] = {
 
 def shorten(limit: float) -> None:
     """A deadline that is shorter than the job takes to start, on a busy machine."""
-    watch = hd.current()._watch
+    watch = hd.current()._stop._watch
     watch._limit = watch._patience = limit
     os.eventfd_write(watch._wake, 1)
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
-import json
 import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -19,8 +17,10 @@ import torch
 import typing_extensions
 
 from hpcdist.activity import ANYBODY, NOBODY, Entry, ThreadStatus, callsite
-from hpcdist.watch.hang_table import WAITS, Report, chain, made_progress, missing, of_json, table, verdict
-from hpcdist.watch.status_query import KEY, Datagrams, _described
+from hpcdist.control import codec
+from hpcdist.watch.datagrams import KEY, Datagrams
+from hpcdist.watch.hang_table import WAITS, Report, chain, made_progress, missing, table, verdict
+from hpcdist.watch.watcher import _described
 
 TEAM = 77
 CALL = Entry(100.0, TEAM, 5, "concat() at train.py:12")
@@ -207,10 +207,10 @@ def test_a_call_in_which_a_rank_makes_progress() -> None:
         assert made_progress(CALL, reports, 5.0) is expected
 
 
-def test_a_report_travels_as_json() -> None:
+def test_a_report_travels_as_text() -> None:
     thread = ThreadStatus(7, None, None, 0.0)
     for one in (report(3, CALL, doing="dead"), Report(1, "h", 2), Report(1, "h", 2, [thread])):
-        assert of_json(json.loads(json.dumps(asdict(one)))) == one
+        assert codec.decode(codec.encode(one)) == one
 
 
 @contextlib.contextmanager
