@@ -14,7 +14,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,78 +98,60 @@ _VENDOR = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; 
 _MIN_WARNING = 60  # seconds: Slurm may send the signal so much earlier than requested
 
 
+def _option(default: Any, text: str, *also: str, **more: Any) -> Any:
+    """Return a field that is an option of the command: its default, help, other names, and what argparse takes."""
+    return field(default=default, metadata={"help": text, "also": also, **more})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The shape of a job. None leaves a value to the kind, or to the cluster.
+    """The shape of a job: the options of the command. None leaves a value to the kind, or to the cluster.
 
-    Attributes:
-        kind: "cpu", CPU ranks over MPI; "gpu", one GPU per rank with NCCL; "train", a training with torch's
-            DistributedDataParallel; "staged", from files to one HDF5 file, nothing held in memory; "array", several
-            jobs of one script (not Flux); "interactive", an allocation to work in (Slurm); "requeue", a job that
-            returns to the queue before its time limit and continues from its staged file (Slurm).
-        scheduler: "slurm", "pbs", "flux" or "lsf".
-        plain: whether the script is a dozen lines that end in ``srun python train.py``, with nothing left to decide
-            in the job; kinds "cpu", "gpu" and "train".
-        nodes: number of nodes.
-        ntasks_per_node: ranks on each node; by default 4, or one for each GPU.
-        gpus_per_node: GPUs per node, at most one per rank: "4", or under Slurm with their type, "a100:4"; by default
-            4 for the kind "gpu", else none.
-        cpus_per_task: cores of each rank; by default 1, or 8 with a GPU.
-        mem: memory of each node: "64G".
-        time: time limit in Slurm's notation: "90" minutes, "01:30:00", "2-12:00:00".
-        partition, account, qos, constraint: names on the cluster: a queue; a project or bank; Slurm's alone; what
-            nodes must have, in the words of the scheduler.
-        exclusive: whether the nodes are for this job alone.
-        output: file for the job's output, with the scheduler's own patterns.
-        name: name of the job; hpcdist-KIND if None.
-        array: for the kind "array": indices in Slurm's notation: "1,5,7", "0-99%10"; by default 0-3, or 1-4 for LSF.
-        warning: for the kind "requeue": seconds before the limit at which the job ends its step and leaves; by default
-            120.
-        launcher: what starts the ranks, one of the scheduler's; its first if None. Under Slurm HPCDIST_LAUNCHER
-            overrides it when the job is submitted.
-        mpi: PMI of srun: "pmix", "pmi2", ...; "default", that of the cluster; "auto" chooses in the job, from mpi4py's
-            MPI library and ``srun --mpi=list``.
-        bind: "gpu", each rank to the cores beside its GPU; "cores", to cores of its own; "none", as the scheduler does
-            by itself. By default "gpu" with a GPU for each rank, else "none".
-        modules: names for ``module load``.
-        venv, conda: folder of the virtual environment, or name or folder of the conda environment, to activate.
-        stage_env: whether the active virtual or conda environment is first copied to every node's own disk, for the
-            ranks to use.
-        apptainer, pyxis: image of the container that the ranks run in.
-        mounts: for a container: folders to mount beside the current one, "FOLDER" or "FOLDER:INSIDE".
-        directives: further options of the scheduler: "KEY=VALUE" or "KEY".
-        command: program of each rank, followed by the arguments of the script.
+    `command` is the program of each rank, followed by the arguments of the script.
     """
 
-    kind: str = "cpu"
-    scheduler: str = "slurm"
-    plain: bool = False
-    nodes: int = 2
-    ntasks_per_node: int | None = None
-    gpus_per_node: str | None = None
-    cpus_per_task: int | None = None
-    mem: str | None = None
-    time: str = "00:10:00"
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    exclusive: bool = False
-    output: str | None = None
-    name: str | None = None
-    array: str | None = None
-    warning: int | None = None
-    launcher: str | None = None
-    mpi: str = "auto"
-    bind: str | None = None
-    modules: tuple[str, ...] = ()
-    venv: str | None = None
-    conda: str | None = None
-    stage_env: bool = False
-    apptainer: str | None = None
-    pyxis: str | None = None
-    mounts: tuple[str, ...] = ()
-    directives: tuple[str, ...] = ()
+    kind: str = _option("cpu", "kind of job (default gpu with --gpus-per-node, else cpu)", choices=KINDS)
+    scheduler: str = _option("slurm", "scheduler of the cluster (default slurm)", choices=SCHEDULERS)
+    plain: bool = _option(False, "minimal; everything is decided when it is written")
+    nodes: int = _option(2, "number of nodes (default 2)")
+    ntasks_per_node: int | None = _option(None, "ranks per node (default one per GPU, or 4)")
+    gpus_per_node: str | None = _option(
+        None, "GPUs per node, for Slurm also their type (default 4 for kind gpu, else none)", metavar="[TYPE:]N"
+    )
+    cpus_per_task: int | None = _option(None, "cores per rank (default 8 with a GPU, else 1)")
+    mem: str | None = _option(None, "memory per node, such as 64G (default the cluster's; not with Flux, jsrun)")
+    time: str = _option("00:10:00", "time limit: 90 minutes as 90, 01:30:00 or 0-1:30 (default 00:10:00)")
+    partition: str | None = _option(None, "partition or queue of the cluster (default the cluster's)", "--queue")
+    account: str | None = _option(None, "account, project or bank to charge (default yours)")
+    qos: str | None = _option(None, "quality of service (Slurm)")
+    constraint: str | None = _option(None, "required features of the nodes, in the scheduler's words")
+    exclusive: bool = _option(False, "do not share the nodes with other jobs")
+    output: str | None = _option(None, "file for the job's output, with the scheduler's patterns")
+    name: str | None = _option(None, "name of the job (default hpcdist-KIND)")
+    array: str | None = _option(None, "for kind array: 0-3, 1,5,7 or 0-99%%10 (default 0-3; LSF 1-4)")
+    warning: int | None = _option(None, "for kind requeue: seconds before the limit (default 120)")
+    launcher: str | None = _option(
+        None, "launcher of the ranks (default the scheduler's first)", choices=LAUNCHERS
+    )  # under Slurm HPCDIST_LAUNCHER overrides it when the job is submitted
+    mpi: str = _option("auto", "PMI of srun: pmix, pmi2, ..., or default for the cluster's (default auto)")
+    bind: str | None = _option(
+        None,
+        "bind each rank to the cores beside its GPU, to its own cores, or not (default gpu with a GPU per rank)",
+        choices=BINDINGS,
+    )
+    modules: tuple[str, ...] = _option((), "module to load; may be repeated")
+    venv: str | None = _option(None, "virtual environment to activate", metavar="DIR")
+    conda: str | None = _option(None, "conda environment to activate, by name or folder")
+    stage_env: bool = _option(False, "first copy the environment to every node's own disk")
+    apptainer: str | None = _option(None, "Apptainer or Singularity image in which the ranks run")
+    pyxis: str | None = _option(None, "image in which the ranks run, for Slurm with Pyxis")
+    mounts: tuple[str, ...] = _option(
+        (), "folder to mount in the container, in addition to the current one; may be repeated", metavar="DIR[:INSIDE]"
+    )
+    directives: tuple[str, ...] = _option(
+        (), "any other option of the scheduler, such as mail-type=END; may be repeated",
+        "--sbatch", metavar="KEY[=VALUE]",
+    )  # fmt: skip
     command: tuple[str, ...] | None = None
 
 
@@ -360,20 +342,20 @@ def write(shape: Shape) -> str:
     return _TEMPLATES.get_template("plain.j2" if shape.plain else f"kinds/{shape.kind}.j2").render(values)
 
 
-def option(field: Field[Any]) -> str:
+def option(of: Field[Any]) -> str:
     """Return the option for a field of a shape. That of several values is in the singular, and may be repeated."""
-    name = field.name.removesuffix("s") if field.default == () else field.name
+    name = of.name.removesuffix("s") if of.default == () else of.name
     return f"--{name.replace('_', '-')}"
 
 
 def _written_by(shape: Shape) -> str:
     """Return the command line that writes this script."""
     words = ["python", "-m", "hpcdist.jobscript", "--kind", shape.kind]
-    for field in fields(shape):
-        value = getattr(shape, field.name)
-        if field.name not in ("kind", "command") and value != field.default:
+    for of in fields(shape):
+        value = getattr(shape, of.name)
+        if of.name not in ("kind", "command") and value != of.default:
             for one in value if isinstance(value, tuple) else [value]:
-                words += [option(field)] if one is True else [option(field), str(one)]
+                words += [option(of)] if one is True else [option(of), str(one)]
     return shlex.join([*words, *(["--", *shape.command] if shape.command else [])])
 
 
@@ -422,43 +404,6 @@ def _printed(command: list[str]) -> str:
     return done.stdout + done.stderr if done.returncode == 0 else ""
 
 
-# What --help says of each option: of each field of Shape.
-_HELP = {
-    "kind": "kind of job (default gpu with --gpus-per-node, else cpu)",
-    "scheduler": "scheduler of the cluster (default slurm)",
-    "plain": "minimal; everything is decided when it is written",
-    "nodes": "number of nodes (default 2)",
-    "ntasks_per_node": "ranks per node (default one per GPU, or 4)",
-    "gpus_per_node": "GPUs per node, for Slurm also their type (default 4 for kind gpu, else none)",
-    "cpus_per_task": "cores per rank (default 8 with a GPU, else 1)",
-    "mem": "memory per node, such as 64G (default the cluster's; not with Flux, jsrun)",
-    "time": "time limit: 90 minutes as 90, 01:30:00 or 0-1:30 (default 00:10:00)",
-    "partition": "partition or queue of the cluster (default the cluster's)",
-    "account": "account, project or bank to charge (default yours)",
-    "qos": "quality of service (Slurm)",
-    "constraint": "required features of the nodes, in the scheduler's words",
-    "exclusive": "do not share the nodes with other jobs",
-    "output": "file for the job's output, with the scheduler's patterns",
-    "name": "name of the job (default hpcdist-KIND)",
-    "array": "for kind array: 0-3, 1,5,7 or 0-99%%10 (default 0-3; LSF 1-4)",
-    "warning": "for kind requeue: seconds before the limit (default 120)",
-    "launcher": "launcher of the ranks (default the scheduler's first)",
-    "mpi": "PMI of srun: pmix, pmi2, ..., or default for the cluster's (default auto)",
-    "bind": "bind each rank to the cores beside its GPU, to its own cores, or not (default gpu with a GPU per rank)",
-    "modules": "module to load; may be repeated",
-    "venv": "virtual environment to activate",
-    "conda": "conda environment to activate, by name or folder",
-    "stage_env": "first copy the environment to every node's own disk",
-    "apptainer": "Apptainer or Singularity image in which the ranks run",
-    "pyxis": "image in which the ranks run, for Slurm with Pyxis",
-    "mounts": "folder to mount in the container, in addition to the current one; may be repeated",
-    "directives": "any other option of the scheduler, such as mail-type=END; may be repeated",
-}
-_CHOICES = {"kind": KINDS, "scheduler": SCHEDULERS, "launcher": LAUNCHERS, "bind": BINDINGS}
-_METAVARS = {"gpus_per_node": "[TYPE:]N", "mounts": "DIR[:INSIDE]", "directives": "KEY[=VALUE]", "venv": "DIR"}
-_ALSO = {"partition": "--queue", "directives": "--sbatch"}  # other names of options
-
-
 def parser() -> Parser:
     """Return the parser of python -m hpcdist.jobscript. It runs on login nodes, and does not ask MPI for the rank."""
     p = Parser(
@@ -468,18 +413,16 @@ def parser() -> Parser:
         argument_default=argparse.SUPPRESS,
         prints=lambda: True,
     )
-    for field in fields(Shape):
-        if (text := _HELP.get(field.name)) is None:
-            continue
-        names = (option(field), *filter(None, [_ALSO.get(field.name)]))
-        if field.default is False:
-            p.add_argument(*names, action="store_true", help=text)
-            continue
-        number, several = "int" in str(field.type), field.default == ()
-        p.add_argument(
-            *names, dest=field.name, help=text, type=int if number else str, choices=_CHOICES.get(field.name),
-            action="append" if several else "store", metavar=_METAVARS.get(field.name, "N" if number else None),
-        )  # fmt: skip
+    for one in fields(Shape):
+        more = dict(one.metadata)
+        if one.default is False:
+            more["action"] = "store_true"
+        elif one.default == ():
+            more["action"] = "append"
+        elif "int" in str(one.type):
+            more |= {"type": int, "metavar": "N"}
+        if more:  # all but the command
+            p.add_argument(option(one), *more.pop("also"), dest=one.name, **more)
     p.add_argument("-o", "--script", type=path, metavar="FILE", help="file to write (default standard output)")
     p.add_argument("command", nargs="*", metavar="COMMAND", help="each rank's program, after -- (default the kind's)")
     return p

@@ -23,11 +23,13 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import NoReturn, TextIO
 
+import psutil
+
 from hpcdist.doctor.checks import ORDER, Facts, Finding, fix_of, judge
 from hpcdist.doctor.examine import Steps, examine, launch
 from hpcdist.process import abort
 from hpcdist.process.streams import escape, printing
-from hpcdist.runtime.commandline import Parser, path, plural
+from hpcdist.runtime.commandline import Parser, plural
 from hpcdist.runtime.world import environ, is_first
 from hpcdist.watch.deadlines import deadline
 
@@ -111,13 +113,10 @@ def _listen(there: Connection, outcome: Outcome, limit: float) -> bool:
 
 def _ended(child: int) -> int:
     """Return the exit status of a process that is ending, or minus the signal that killed it."""
-    end = time.monotonic() + _KILL_SECONDS
-    while time.monotonic() < end:
-        pid, code = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(code)
-        time.sleep(0.005)
-    return -signal.SIGKILL
+    try:
+        return int(psutil.Process(child).wait(_KILL_SECONDS))
+    except psutil.TimeoutExpired:
+        return -signal.SIGKILL
 
 
 def _child(examine: Callable[[list[Facts]], Steps[None]], facts: Facts, pipe: Connection) -> NoReturn:
@@ -157,7 +156,7 @@ def main() -> int:
     """Examine this rank; print the report on rank 0, and on another rank why its examination ended early."""
     args = parser().parse_args()
     mine, first = launch(environ()), is_first()
-    outcome = watch(lambda ranks: examine(ranks, args.staging, first, args.limit), mine, args.limit)
+    outcome = watch(lambda ranks: examine(ranks, first, args.limit), mine, args.limit)
     if first:
         findings = [*judge(outcome.facts), *judge_end(outcome)]
         _print(report(findings, outcome.facts, args.json, args.verbose), sys.stdout)
@@ -223,7 +222,6 @@ def parser() -> Parser:
     p = Parser("hpcdist doctor", description=_ABOUT, prints=is_first)
     p.add_argument("--json", action="store_true", help="print the findings as JSON, with the facts of every rank")
     p.add_argument("--verbose", action="store_true", help="print ok findings in full, too")
-    p.add_argument("--staging", type=path, metavar="FOLDER", help="staging folder to try instead of the default")
     p.add_argument(
         "--limit", type=_seconds, default=_LIMIT, metavar="SECONDS",
         help="time after which a step counts as hanging (default %(default)g)",

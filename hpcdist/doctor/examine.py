@@ -295,12 +295,11 @@ def sees(path: str, data: bytes) -> bool:
     return False
 
 
-def examine(ranks: list[Facts], folder: str | None, first: bool, limit: float) -> Steps[None]:
+def examine(ranks: list[Facts], first: bool, limit: float) -> Steps[None]:
     """Examine this rank, and the job if MPI connects the ranks. Runs in a process of its own.
 
     Args:
         ranks: facts of this rank, to be completed; on rank 0, those of the other ranks are added.
-        folder: staging folder; None for the default.
         first: whether this process examines its node if MPI does not connect the ranks.
         limit: seconds for each step that may hang.
     """
@@ -316,9 +315,9 @@ def examine(ranks: list[Facts], folder: str | None, first: bool, limit: float) -
     facts |= {**cores(), **gpus(), **network()}
     if comm is None:
         yield "staging folder", ALONE
-        facts["staging"] = try_folder(folder or world.staging_folder(1))
+        facts["staging"] = try_folder(world.staging_folder(1))
         return
-    yield from _examine_job(comm, ranks, folder, limit)
+    yield from _examine_job(comm, ranks, limit)
     yield "MPI_Finalize", TOGETHER
     from mpi4py import MPI
 
@@ -358,7 +357,7 @@ def _start_mpi(facts: Facts) -> Steps[MPI.Intracomm | None]:
     return comm
 
 
-def _examine_job(comm: MPI.Intracomm, ranks: list[Facts], folder: str | None, limit: float) -> Steps[None]:
+def _examine_job(comm: MPI.Intracomm, ranks: list[Facts], limit: float) -> Steps[None]:
     """Examine the calls of all ranks together. Collective over `comm`."""
     facts = ranks[0]
     leads = facts["node"] == facts["rank"]
@@ -369,7 +368,7 @@ def _examine_job(comm: MPI.Intracomm, ranks: list[Facts], folder: str | None, li
         yield "bandwidth between nodes", TOGETHER
         facts["pair"] = _measure_pair(leaders, facts["host"])
     leaders.Free()
-    folder = (yield from _gather(comm, os.path.abspath(folder or world.staging_folder(nodes))))[0]
+    folder = (yield from _gather(comm, os.path.abspath(world.staging_folder(nodes))))[0]
     yield from try_staging(comm, facts, folder)
     yield "DataLoader workers", ALONE
     facts["worker"] = try_worker()

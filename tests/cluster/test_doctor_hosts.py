@@ -44,7 +44,7 @@ def test_hosts_that_reach_each_other_by_one_of_four_interfaces(hosts: Hosts) -> 
 
 
 def test_an_interface_that_is_not_there_and_a_folder_that_is_not_shared(hosts: Hosts) -> None:
-    job = doctor(hosts, [1, 1], "--staging", "/tmp", "--limit", "4", GLOO_SOCKET_IFNAME="ib7")
+    job = doctor(hosts, [1, 1], "--limit", "4", GLOO_SOCKET_IFNAME="ib7", HPCDIST_STAGING="/tmp")
     verdict, text, fix = finding(job, "GLOO_SOCKET_IFNAME")
     assert verdict == "broken"
     assert text.startswith("GLOO_SOCKET_IFNAME=ib7: node1 has no such interface with an address, only ")
@@ -66,7 +66,7 @@ def test_shared_memory_and_a_disk_that_are_too_small(hosts: Hosts) -> None:
         ["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(small)],
     ):
         assert hosts.run("node1", command).status == 0
-    job = doctor(hosts, [2], "--staging", str(small))
+    job = doctor(hosts, [2], HPCDIST_STAGING=str(small))
     verdict, text, fix = finding(job, "/dev/shm")
     assert verdict == "broken"
     assert "free of 20.0 MiB, for 2 ranks" in text

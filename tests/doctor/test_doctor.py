@@ -16,7 +16,7 @@ def doctor(np, *args, env=None, under=()):
 
 @pytest.mark.parametrize("np", [0, 3])  # 3: MPICH's mpirun must see all of them end well
 def test_a_healthy_job(np, tmp_path):
-    job = mpirun(np, *DOCTOR, "--json", "--staging", str(tmp_path), quick=np > 0)
+    job = mpirun(np, *DOCTOR, "--json", env={"HPCDIST_STAGING": str(tmp_path)}, quick=np > 0)
     assert job.status == 0, job.err
     told = json.loads(job.out)  # one report, however many ranks
     verdicts = {finding["name"]: finding["verdict"] for finding in told["findings"]}
@@ -133,7 +133,7 @@ os.fsync = fsync
 def test_no_h5py_and_a_full_staging_folder(tmp_path):
     (tmp_path / "h5py.py").write_text("raise ImportError('no module named h5py, as it were')")
     (tmp_path / "full").mkdir()
-    job = mpirun(2, "-c", FULL + EXAMINE, "--staging", "full", cwd=tmp_path)
+    job = mpirun(2, "-c", FULL + EXAMINE, cwd=tmp_path, env={"HPCDIST_STAGING": "full"})
     assert "h5py cannot be imported: no module named h5py, as it were" in found(job, "HDF5", "pip install h5py")
     assert "No space left on device" in found(job, "staging folder", "export HPCDIST_STAGING=FOLDER")
     assert job.status == 1
