@@ -124,6 +124,7 @@ CONCAT = [
     ("out", torch.empty(5, 3, device="meta"), "out is on device meta"),
     ("out", _X.to_sparse(), "out must be a dense tensor, got layout torch.sparse_coo"),
     ("out", _FROZEN, "inference_mode"),
+    ("out", lambda w: _whole(w, torch.complex64).conj(), "out is a lazily conjugated"),
 ]
 ROOTS = [
     ("root", False, "root must be an int, got bool False"),
