@@ -104,7 +104,7 @@ def pages(world: hd.World, asked: argparse.Namespace, folder: Path) -> None:
 
     def save(state: Any, size: Callable[[str], int]) -> None:
         with mock.patch("hpcdist.formats.contents.page_size", size):
-            hd.staging.save(folder / "x.h5", state)
+            hd.staging.save(folder / "x.h5", state, writer="posix")
 
     for name, state in states.items():
         ways = {"pages": partial(save, state, page_size), "single bytes": partial(save, state, lambda _: 1)}

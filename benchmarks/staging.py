@@ -168,8 +168,8 @@ def load_posix(case: Case) -> torch.Tensor:
     return out
 
 
-def save_hpcdist(case: Case) -> None:
-    hd.staging.save(case.path, case.shard, dim=case.dim)
+def save_hpcdist(case: Case, writer: str = "auto") -> None:
+    hd.staging.save(case.path, case.shard, dim=case.dim, writer=writer)
 
 
 class NoDigest:
@@ -271,7 +271,8 @@ UNVERIFIED_LOAD = partial(load_hpcdist, verify=False)
 SAVES = [
     Method(POSIX, save_posix, load_posix),
     Method(CONTROL, save_posix, load_posix),
-    Method("hpcdist, writer posix", save_hpcdist, load_hpcdist),
+    Method("hpcdist, writer mpio", partial(save_hpcdist, writer="mpio"), load_hpcdist, unsupported=SERIAL),
+    Method("hpcdist, writer posix", partial(save_hpcdist, writer="posix"), load_hpcdist),
     Method("hpcdist, checksums switched off", save_unchecked, UNVERIFIED_LOAD),
     Method("MPI-IO, Write_at_all", save_mpiio, load_mpiio),
     Method(PLAIN_H5PY, partial(save_h5py, collective=True), load_h5py_alone, unsupported=SERIAL),
@@ -378,7 +379,7 @@ def run(asked: argparse.Namespace, world: hd.World, folder: Path) -> None:
     record = harness.new_record("staging", comm.size, cpus)
     kind = "without MPI" if SERIAL else f"HDF5 {h5py.version.hdf5_version} with MPI"
     record.versions |= {"h5py": f"{h5py.__version__} ({kind})", "safetensors": safetensors.__version__}
-    record.versions[results.WRITER] = "posix"
+    record.versions[results.WRITER] = hd.staging.writer()[0]
     root = comm.rank == 0
     steps = list(product(asked.layouts, asked.sizes, ("save", "load")))
     weights = [size for _, size, _ in steps]

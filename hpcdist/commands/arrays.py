@@ -40,7 +40,7 @@ from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
 from hpcdist.layout.box import Shards, grid, summed
 from hpcdist.process import machine
-from hpcdist.runtime.cli import meter, nbytes, placed, progress, timed
+from hpcdist.runtime.cli import meter, nbytes, placed, progress, table, timed
 from hpcdist.runtime.commandline import Parser, path, plural, problem, show_bytes
 from hpcdist.runtime.world import World, team_of
 from hpcdist.staging.pieces import check_pieces, piece_limit
@@ -53,7 +53,7 @@ OUTPUTS = tuple(suffix for suffix, of in FORMATS.items() if of.dtypes)
 _MAX_PARTS = 10**6
 _NUMBER = re.compile(r"\{rank(:0?\d{0,2}d?)?\}")
 _ROUTES = ("mpi", "gloo", "hdf5", "nccl")
-_ROUNDS = 5  # timed runs
+_ROUNDS = 5  # timed runs of each route, after a warm-up that is not counted
 
 T = TypeVar("T")
 File = tuple[str, Box]  # a file to be written, and the box of the joined array that it holds
@@ -425,9 +425,9 @@ def join_main(world: World, args: Namespace) -> int:
         expected = f"expected 0 to {world.world_size - 1} with {world.world_size} ranks"
         raise InputError("HD505", f"--root {args.root}: {expected}")
     copies = "{" in (args.output or "")
-    if args.output is None or args.route:
+    if args.output is None or args.route or args.compare:
         if args.resume or copies:
-            raise InputError("HD505", "--resume, and names with {rank}, need -o without --route")
+            raise InputError("HD505", "--resume, and names with {rank}, need -o without --route and --compare")
         return _join_in_memory(world, args)
     names = _file_names(args.output, world.world_size if copies else 1)
     data, report = _found(world, args)
@@ -508,7 +508,7 @@ def _write(
     """Write files, as copy() does. Collective over `team`."""
     pieces = kept = 0
     for name, whole in files:
-        dataset, options = Dataset("data", whole.shape, data.dtype), SaveOptions(args.window, args.resume)
+        dataset, options = Dataset("data", whole.shape, data.dtype), SaveOptions("posix", args.window, args.resume)
 
         def read(i: int, box: Box, out: Tensor, at: Sequence[int] = whole.offset) -> None:
             fill(box.shift(at), out)
@@ -567,19 +567,12 @@ def _join_in_memory(world: World, args: Namespace) -> int:
         move = partial(concat, dim=data.dim)
         where, sent = "every rank", data.nbytes() * (world.world_size - 1)
     report["bytes_sent"] = sent
-    route = args.route or "mpi"
-    x = placed(world, shard, route)
-    result = move(x, route=route)  # not timed: it finds the route, and takes memory
-    step = partial(move, x, route=route, out=result)
-    seconds = median(timed(world, step)[0] for _ in progress(range(_ROUNDS), world, "move"))
-    report |= {"route": route, "seconds": seconds}
-    result = None if result is None else result.cpu()
+    result, times = _time_routes(world, args, report, shard, move)
     counts = listed(layout.block(len(data.sources), world.world_size))
     lines = [
         f"ranks: {world.world_size} on {plural(world.nodes, 'node')}; arrays per rank: {counts}",
         f"result: shape {data.shape} on {where}; {sent:,} bytes sent between ranks",
-        f"route {route}: {seconds * 1e3:.2f} ms, {data.nbytes() / seconds / 1e9:.2f} GB/s: the slowest rank, median of "
-        f"{_ROUNDS} rounds",
+        *times,
     ]
     held: Slices | None = None if result is None else lambda box: result[box.slices()]
     if args.output is None:
@@ -611,6 +604,45 @@ def _check_memory(world: World, nbytes: int) -> None:
                 f"the inputs and the result need {sum(needs):,} bytes of memory on {where}, and {min(free):,} are "
                 "available: with -o FILE they are streamed through a window of it",
             )
+
+
+def _time_routes(
+    world: World, args: Namespace, report: Report, shard: Tensor, move: Move
+) -> tuple[Tensor | None, list[str]]:
+    """Time `move` on one route, or to compare on each in turn, with results in existing memory. Collective.
+
+    Returns:
+        The result of the first route, with which those of others are compared; and a table as lines of text.
+    """
+    refused: list[Report] = []
+    results: dict[str, tuple[Tensor, Tensor | None]] = {}
+    for route in _ROUTES if args.compare else [args.route or "mpi"]:
+        x = placed(world, shard, route)
+        try:
+            results[route] = x, move(x, route=route)
+        except RankError as error:
+            if not results:
+                raise
+            refused.append({"route": route, "refused": next(iter(error.problems.values()))})
+    times: dict[str, list[float]] = {route: [] for route in results}
+    for _ in progress(range(_ROUNDS), world, "move"):
+        for route, (x, out) in results.items():
+            times[route].append(timed(world, partial(move, x, route=route, out=out))[0])
+    held = [None if result is None else result.cpu() for _, result in results.values()]
+    rows: list[Report] = []
+    cells = []
+    for route, result in zip(results, held, strict=True):
+        same = result is None or held[0] is None or torch.equal(_bytes_of(result), _bytes_of(held[0]))
+        right, seconds = all(objects.all_gather_object(team_of().comm, same)), median(times[route])
+        rows.append({"route": route, "seconds": seconds, "same_result": right})
+        numbers = f"{seconds * 1e3:.2f}", f"{report['bytes'] / seconds / 1e9:.2f}"
+        cells.append([route, *numbers, "yes" if right else "NO"])
+    report["routes"] = rows + refused
+    return held[0], [
+        "", table(["route", "time (ms)", "GB/s", "same result"], cells),
+        *(f"{row['route']}: not run: {row['refused']}" for row in refused),
+        "", f"time: median of {_ROUNDS} rounds, the slowest rank; GB/s: bytes of the result per time",
+    ]  # fmt: skip
 
 
 def _finish(
@@ -746,5 +778,6 @@ def parser(what: str) -> Parser:
         p.add_argument("--parts", type=int, help="number of parts (default: one for each rank)")
     else:
         p.add_argument("--route", choices=_ROUTES, help="gather in memory, by this route (default mpi)")
+        p.add_argument("--compare", action="store_true", help="gather in memory, by every route that can run here")
     add_options(p)
     return p

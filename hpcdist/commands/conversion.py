@@ -38,7 +38,7 @@ def main(world: World, args: Namespace) -> int:
     }  # fmt: skip
     datasets, files = [Dataset(s.name, s.shape, s.dtype, s.boxes) for s in tensors], OpenFiles(contents)
     with reading([(files, of) for of in tensors], args.window, most=1) as read:
-        options = SaveOptions(args.window, args.resume, contents.text, limit)
+        options = SaveOptions("posix", args.window, args.resume, contents.text, limit)
         done = copy(world, team_of(), _VERB, args.output, datasets, read, options)
     copying = copied(world, args, report, started, done)
     size = f"{plural(report['files'], 'file')}, {plural(len(tensors), 'tensor')}, {report['bytes']:,} bytes"

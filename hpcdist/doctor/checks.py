@@ -208,6 +208,7 @@ _INIT = (
     "centre to open the nodes' ephemeral ports (`net.ipv4.ip_local_port_range`) to each other, and to give each node "
     "an IPv4 address"
 )
+_POSIX = "`staging.save(writer='posix')`, which does not use MPI-IO"
 _OTHER_FOLDER = "`export HPCDIST_STAGING=FOLDER`, or `hpcdist.init(staging=...)`: a folder of the parallel file system"
 
 
@@ -597,19 +598,20 @@ def _locking(ranks: Ranks) -> Verdict:
 
 @Check(
     "folders", "HDF5", "hdf5.h5py", per=RANK, errors="hdf5", alike="the same environment on all nodes",
-    fix="`pip install h5py`",
+    fix="`pip install h5py`; docs/start/install.md describes how to build it for parallel HDF5",
 )  # fmt: skip
 def _h5py(facts: Facts) -> Verdict:
     """h5py is missing, or differs between the nodes."""
     hdf5 = facts["hdf5"]
-    return "ok", f"HDF5 {hdf5['hdf5']}, h5py {hdf5['h5py']}"
+    kind = "parallel: writer mpio" if hdf5["parallel"] else "serial: every rank writes by itself, writer posix"
+    return "ok", f"HDF5 {hdf5['hdf5']}, h5py {hdf5['h5py']}, {kind}"
 
 
-@Check("folders", "HDF5 file", "file.seconds", errors="file", fix="see staging folder and HDF5 above")
+@Check("folders", "HDF5 file", "file.seconds", errors="file", fix=f"see staging folder and HDF5 above; {_POSIX}")
 def _file(ranks: Ranks) -> Verdict:
     """All ranks failed to write a file together, or read other data than they wrote."""
     tried = ranks[0]["file"]
-    return "ok", f"written by all ranks and read again in {tried['seconds'] * 1e3:.0f} ms"
+    return "ok", f"written by all ranks (writer {tried['writer']}) and read again in {tried['seconds'] * 1e3:.0f} ms"
 
 
 _ROUTES = {

@@ -130,7 +130,8 @@ def software() -> Facts:
     except Exception as error:  # also an h5py that was built for another numpy or MPI
         hdf5: Facts = {"error": f"h5py cannot be imported: {reason(error)}"}
     else:
-        hdf5 = {"h5py": h5py.__version__, "hdf5": h5py.version.hdf5_version}
+        parallel = bool(h5py.get_config().mpi)
+        hdf5 = {"h5py": h5py.__version__, "hdf5": h5py.version.hdf5_version, "parallel": parallel}
     return {
         "versions": {
             "Python": platform.python_version(),
@@ -481,7 +482,7 @@ def _try_file(here: World, name: str) -> Facts:
         staging.save(path, {"x": shard})
         if not torch.equal(staging.load(path, "x"), shard):
             return {"error": f"{path}: the data read differ from those written"}
-        return {}
+        return {"writer": staging.writer()[0]}
     finally:
         if here.rank == 0:
             with suppress(OSError):

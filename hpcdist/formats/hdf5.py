@@ -56,6 +56,7 @@ NUMPY = frozenset(
 )
 _NEW = {"libver": "v110", "locking": False}  # the oldest format of HDF5's structures in which they have checksums
 _RAW_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # itemsize -> what the raw bits are stored as
+_ELEMENT = 16  # bytes: of the largest dtype
 _PLAN, _PIECES, _CHECKPOINT, _STATE = "plan", "pieces", "checkpoint", "state"
 _CHUNK = 2**26  # bytes of a chunk, which HDF5 reads whole, that are always allowed
 _DEEPEST = 1000  # groups within each other
@@ -122,17 +123,23 @@ class _HDF5(Format):
         align = max(ALIGNMENT, os.stat(path.parent).st_blksize)  # on Lustre, the stripe
         # HDF5 does not survive a write that fails: let a limit on file sizes show before it is used.
         os.truncate(path, sum(d.nbytes() + (align if d.nbytes() >= align else 0) for d in datasets))
-        places = []
-        with h5py.File(path, "w", alignment_threshold=align, alignment_interval=align, **_NEW) as file:
+        large = [d for d in datasets if d.nbytes() >= align]
+        places: dict[str, int] = {}
+        if large:
+            with h5py.File(path, "w", alignment_threshold=align, alignment_interval=align, **_NEW) as file:
+                places = {dataset.name: _create(file, dataset) for dataset in large}
+        # All others begin where any dtype's elements may: a border between pages is then one between elements.
+        mode = "r+" if large else "w"
+        with h5py.File(path, mode, alignment_threshold=1, alignment_interval=_ELEMENT, **_NEW) as file:
             _set(file, "/", attrs)
             for dataset in datasets:
-                made = _create_plain(file, dataset.name, dataset.shape, stored_dtype(dataset.dtype))
-                places.append(made.get_offset() or 0)  # None of an empty one
+                if dataset.name not in places:
+                    places[dataset.name] = _create(file, dataset)
                 _set(file, dataset.name, dataset.attrs)
                 if dataset.dtype not in NUMPY:
                     _set(file, dataset.name, {DTYPE_ATTRIBUTE: str(dataset.dtype).removeprefix("torch.").encode()})
             file.create_group(GROUP).attrs["version"] = VERSION
-        return FileMap.of(path, places)
+        return FileMap.of(path, (places[d.name] for d in datasets))
 
     def complete(
         self, path: Path, datasets: Sequence[Dataset], tables: Sequence[Table], checkpoint: bytes | None
@@ -168,6 +175,12 @@ def _set(file: Any, name: str, attrs: Mapping[str, Any]) -> None:
         raise refusal(ValueError, "HD418", f"an attribute's name cannot be empty or hold NUL: {odd[0]!r}")
     if attrs:  # h5py takes a while to open an object
         file[name].attrs.update({key: _fixed_length(value) for key, value in attrs.items()})
+
+
+def _create(file: Any, dataset: Dataset) -> int:
+    """Create a dataset; return its place."""
+    made = _create_plain(file, dataset.name, dataset.shape, stored_dtype(dataset.dtype))
+    return made.get_offset() or 0  # None of an empty one
 
 
 def _create_plain(file: Any, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:

@@ -299,6 +299,8 @@ class Commit:
                     text = f"{left} may still be written by another host, and is not resumed: written again"
                     warnings.warn(coded("HD414", text), stacklevel=3)
                 return
+            for path in left.parent.glob(f"{glob.escape(left.name)}-*.lock"):  # of Open MPI's MPI-IO
+                path.unlink(missing_ok=True)
             if keep and self.left is None and os.fstat(fd).st_size > 0:
                 self.left, self._left_path, fd = fd, left, -1
             else:

@@ -8,8 +8,11 @@
 The format is an ordinary HDF5 file: see :mod:`hpcdist.formats.hdf5`.
 """
 
+from hpcdist.staging import drivers
 from hpcdist.staging.load import load
 from hpcdist.staging.piecewise import ReadFile, WriteFile, open
 from hpcdist.staging.save import save
 
-__all__ = ["ReadFile", "WriteFile", "load", "open", "save"]
+writer = drivers.active  # last: it has the name of a module
+
+__all__ = ["ReadFile", "WriteFile", "load", "open", "save", "writer"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import index
@@ -17,7 +18,7 @@ from hpcdist.errors import listed, refusal
 from hpcdist.formats import safetensors
 from hpcdist.formats.hdf5 import DTYPE_ATTRIBUTE, GROUP
 from hpcdist.layout import Box
-from hpcdist.process import abort, machine
+from hpcdist.process import abort
 from hpcdist.staging.pieces import check_pieces, check_shape, piece_limit
 from hpcdist.tensors.storage import DTYPES
 from hpcdist.validation import collective, local
@@ -28,6 +29,7 @@ T = TypeVar("T")
 
 SINGLE = "data"  # the name of a tensor that is saved without one
 _NOT_WRITTEN = (".npy", ".npz", ".pt", ".pth")  # which programs would read as files of numpy and torch
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @contextmanager
@@ -73,14 +75,15 @@ def shard_size(value: Any, path: str) -> int | None:
     Example::
 
         >>> shard_size("5GB", "model.safetensors")
-        5368709120
+        5000000000
     """
     if value is None:
         return None
     if not path.endswith(safetensors.SUFFIX):
         raise ArgumentError("HD419", f"max_shard_size is for {safetensors.SUFFIX} files")
-    size = machine.parse(str(value))
-    if not size:
+    found = re.fullmatch(r"(\d+) ?([A-Za-z]*)", str(value))
+    size = int(found[1]) * _UNITS.get(found[2].upper(), 0) if found else 0
+    if size < 1:
         raise ArgumentError("HD419", f"max_shard_size is {value!r}, expected a number of bytes or text such as '5GB'")
     return size
 

@@ -61,10 +61,11 @@ from hpcdist.formats.paths import sync
 from hpcdist.layout import Box
 from hpcdist.layout.box import Listed
 from hpcdist.staging.arguments import flatten, shape_and_dtype
+from hpcdist.staging.drivers import PartFile
 from hpcdist.staging.pieces import outgoing, piece_limit
 from hpcdist.staging.reader import OpenFiles, TensorReader
 from hpcdist.staging.save import wait_for
-from hpcdist.staging.writer import WINDOW, PartFile, RankWriter, SaveOptions, Target
+from hpcdist.staging.writer import WINDOW, RankWriter, SaveOptions, Target
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import written
 from hpcdist.validation import local
@@ -265,7 +266,7 @@ class HDF5Writer(_OneFile, StorageWriter):
         progress: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__(path, window)
-        self._options = SaveOptions(window, resume, progress=progress)
+        self._options = SaveOptions("posix", window, resume, progress=progress)
         self._target: Target | None = None
         self._firsts: list[dict[MetadataIndex, int]] = []
         self._end: weakref.finalize[..., HDF5Writer] | None = None  # gives up the file if the writer is dropped

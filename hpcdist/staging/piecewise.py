@@ -230,7 +230,8 @@ class WriteFile:
             datasets = [
                 Dataset(name, shape, dtype, attrs=given.get(name, {})) for name, (shape, dtype) in specs.items()
             ]
-            options = SaveOptions(same["window"], attrs=given.get("", {}))
+            # MPI-IO and system calls must not be mixed in one file: boxes of any shape are written by system calls.
+            options = SaveOptions("posix", same["window"], attrs=given.get("", {}))
             self._file = FileWriter(team, VERB, same["path"], datasets, options)
             self._written = [_Written(dataset) for dataset in datasets]
             self._index = {dataset.name: i for i, dataset in enumerate(datasets)}

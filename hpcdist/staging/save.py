@@ -25,6 +25,7 @@ from hpcdist.process import machine
 from hpcdist.runtime import world
 from hpcdist.runtime.background import Handle, check_threads, join_uploads, submit
 from hpcdist.runtime.plan import Plan, planners
+from hpcdist.staging import drivers
 from hpcdist.staging.arguments import (
     agreed,
     check_attrs,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
         attrs: Mapping[str, Mapping[str, Any]] | None
         window: int
+        writer: str
         resume: bool
         max_shard_size: int | str | None
         progress: Callable[[int], None] | None
@@ -91,6 +93,7 @@ def save(
     *,
     attrs: Mapping[str, Mapping[str, Any]] | None = None,
     window: int = WINDOW,
+    writer: str = "auto",
     resume: bool = False,
     max_shard_size: int | str | None = None,
     progress: Callable[[int], None] | None = None,
@@ -117,9 +120,11 @@ def save(
         attrs: HDF5 attributes by name of the tensor, and of the file for the name "". Rank 0's are written. A
             .safetensors file has text by name for "" alone, by default ``{"format": "pt"}``.
         window: bytes of host memory that a rank may use for data in transit. Must agree.
+        writer: "mpio" (HDF5 through MPI-IO, needs an h5py built with it), "posix" (any h5py), or "auto": see
+            :func:`hpcdist.staging.writer`. The file is the same. Must agree. "posix" writes .safetensors files.
         resume: continue the unfinished file of a job that died: write only pieces that differ. If this call fails, it
             keeps its unfinished file. The number of ranks may differ. Must agree.
-        max_shard_size: of a .safetensors file: bytes, or text: "5GB" is 5 x 2**30. Larger data become several files,
+        max_shard_size: of a .safetensors file: bytes, or text such as "5GB". Larger data become several files,
             ``NAME-00001-of-00002.safetensors``, and ``NAME.safetensors.index.json``, which Hugging Face's libraries
             load by their index. They get their names when all are complete, one after the other, the index last. An
             old index is removed before files that it names are replaced. If there are a file `path` and an index, the
@@ -132,9 +137,10 @@ def save(
             written.
         async_op: whether to return a Handle when the values have been copied, to memory from the pool or, for GPU
             tensors, to pinned memory. They may then be changed. A thread writes the file, which gets its name when all
-            ranks have written. Saves of a group run in the order of the calls. Another save, or a load, of the same
-            name waits for saves in flight. So do finalize() and the end of the program. Only wait() raises the error of
-            a save, on every rank. If wait() is not called, the error is printed at the end. Must agree.
+            ranks have written; `writer` "auto" is "posix" then, "mpio" is an error. Saves of a group run in the order
+            of the calls. Another save, or a load, of the same name waits for saves in flight. So do finalize() and the
+            end of the program. Only wait() raises the error of a save, on every rank. If wait() is not called, the
+            error is printed at the end. Must agree.
         group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None for all ranks.
 
     Returns:
@@ -172,7 +178,9 @@ def _save_later(team: Team, given: dict[str, Any], buffer: Any) -> Handle[None]:
     copied, problem = True, None
     try:
         local.refuse_tracing()
-        given["attrs"] = deepcopy(given["attrs"])
+        if given["writer"] == "mpio":
+            raise ArgumentError("HD419", "writer mpio does not write in the background; use auto or posix")
+        given |= {"attrs": deepcopy(given["attrs"]), "writer": "posix"}
         given["path"] = os.path.abspath(target_path(given["path"]))  # of this time
         call = _check(**given)
         copies = _copied(call.tensors, buffer_of(team, buffer))
@@ -236,6 +244,7 @@ def _check(
     dim: Any,
     attrs: Any,
     window: Any,
+    writer: Any,
     resume: Any,
     max_shard_size: Any,
     progress: Any,
@@ -250,14 +259,16 @@ def _check(
     check_attrs(attrs, given)
     attrs = attrs or {}
     same: dict[str, Any] = {
-        "path": target_path(path), "window": positive("window", window), "resume": bool(resume),
-        "max_shard_size": shard_size(max_shard_size, os.fsdecode(path)),
+        "path": target_path(path), "window": positive("window", window), "writer": _driver_of(writer),
+        "resume": bool(resume), "max_shard_size": shard_size(max_shard_size, os.fsdecode(path)),
     }  # fmt: skip
     own = dict(attrs.get("", {}))
     if same["path"].endswith(safetensors.SUFFIX):
+        if writer == "mpio":
+            raise ArgumentError("HD419", f"writer mpio writes HDF5: a {safetensors.SUFFIX} file needs auto or posix")
         check_safetensors({name: x.dtype for name, x in flat.items()}, attrs)
-        own = {"format": "pt", **own}
-    options = SaveOptions(same["window"], same["resume"], own, same["max_shard_size"], progress)
+        own, same["writer"] = {"format": "pt", **own}, "posix"
+    options = SaveOptions(same["writer"], same["window"], same["resume"], own, same["max_shard_size"], progress)
     return SaveCall(flat, shards, same, attrs, options)
 
 
@@ -270,6 +281,15 @@ def _dims(dim: Any, given: Mapping[str, Any]) -> dict[str, int | None]:
     if odd:
         raise ArgumentError("HD419", f"dim and tensors have different names: {odd[0]!r} is in one of them only")
     return {name: dims[name] for name in given}
+
+
+def _driver_of(writer: Any) -> str:
+    """The driver that is used."""
+    if writer not in drivers.NAMES:
+        raise ArgumentError("HD419", f"writer is {writer!r}, expected one of {', '.join(drivers.NAMES)}")
+    if (reason := drivers.missing(writer)) is not None:
+        raise ArgumentError("HD419", f"writer {writer} cannot be used: {reason}")
+    return drivers.active(writer)[0]
 
 
 def _save(team: Team, check: Callable[[], SaveCall]) -> None:
@@ -347,7 +367,8 @@ def _planned_save(*, group: Any, buffer: Any, **arguments: Any) -> Plan:
         return save(**arguments | {"tensors": tensors, "buffer": buffer, "group": group} | options)
 
     methods = tuple(dict.fromkeys(how[plan.straight] for plan in plans))
-    return plan_of_file(team, name, traffic, verb=VERB, methods=methods, result="file", reasons=(), _call=plan)
+    reason = f"writer={arguments['writer']!r} is {call.same['writer']}"
+    return plan_of_file(team, name, traffic, verb=VERB, methods=methods, result="file", reasons=(reason,), _call=plan)
 
 
 def plan_of_file(team: Team, name: str, traffic: Sequence[tuple[int, int, int]], **options: Any) -> Plan:

@@ -8,12 +8,11 @@ torch.distributed.checkpoint, which has a coordinator and no team, uses these tw
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -21,26 +20,20 @@ from torch import Tensor
 from hpcdist import activity
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
-from hpcdist.errors import FileError, HpcdistError, coded, reason, refusal
+from hpcdist.errors import FileError, HpcdistError, RankError, coded, reason
 from hpcdist.formats import plain, safetensors
 from hpcdist.formats.contents import Dataset, FileMap
 from hpcdist.formats.hdf5 import table_of
 from hpcdist.formats.known import format_of
-from hpcdist.formats.paths import Commit, check_target, patiently, sync, write_errors
+from hpcdist.formats.paths import Commit, check_target, sync, write_errors
 from hpcdist.formats.plain import memory
 from hpcdist.layout import Box
-from hpcdist.layout.box import Ints, run_starts, runs, summed
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from hpcdist.layout.box import Ints, run_starts, runs
+from hpcdist.staging import drivers
+from hpcdist.staging.drivers import MpioFile, PartFile
 
 WINDOW = 2**28  # bytes per rank, of what is not the caller's tensors
 _COMPARED = 2**22  # bytes of a piece that are compared at a time
-_AHEAD = 2**22  # bytes that are written before the disk starts: with more, the sync at the end has more to do
-_ROUND = 2**20  # bytes of edges that a rank sends at a time
-_SHARE = 16  # consecutive pages that belong to one rank
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True)
@@ -48,6 +41,7 @@ class SaveOptions:
     """How a file is written.
 
     Attributes:
+        writer: "auto", "mpio" or "posix".
         window: bytes of host memory that each rank may use for data in transit.
         resume: whether to continue the unfinished file of a job that died in the same save.
         attrs: attributes of the file itself.
@@ -55,6 +49,7 @@ class SaveOptions:
         progress: called on each rank with the number of bytes just done.
     """
 
+    writer: str = "auto"
     window: int = WINDOW
     resume: bool = False
     attrs: Mapping[str, Any] = field(default_factory=dict)
@@ -125,169 +120,6 @@ class Target:
         if self._commit is not None:
             self._commit.discard(keep=self._resume)
             self._commit = None
-
-
-class Edges:
-    """This rank's bytes for pages that its runs do not fill, kept in memory up to `limit` bytes, then in `folder`.
-
-    No two ranks write the same page, because clients of a shared file system may write back whole pages. A rank writes
-    the pages that its runs fill, and sends its bytes for other pages to the one rank that owns the page. Pages that
-    hold anything but the data of one array belong to rank 0, which has made the file.
-
-    Args:
-        page: size of a page in bytes; 1 if no page is shared with a process on another host.
-    """
-
-    def __init__(self, page: int, folder: Path, limit: int) -> None:
-        self._page, self._limit, self._taken = page, limit, 0
-        self._data = tempfile.SpooledTemporaryFile(max_size=limit, dir=str(folder))  # noqa: SIM115
-        self._rows: list[Ints] = []
-        self._size = 0
-
-    def cut(self, places: Ints, nbytes: int) -> Ints:
-        """Cut runs of `nbytes` each at the first and the last border between pages.
-
-        Returns:
-            For each the first byte, where the pages begin and end that it fills, and its end.
-        """
-        size, ends = self._page, places + nbytes
-        first = np.minimum(-(-places // size) * size, ends)
-        return np.stack([places, first, np.maximum(first, ends // size * size), ends], axis=1)
-
-    def add(self, cuts: Ints, *data: memoryview) -> None:
-        """Keep what runs have before and after the pages that they fill: see :meth:`cut`."""
-        rows = cuts.reshape(-1, 2)
-        self._data.seek(self._size)  # not behind what a write that failed has left
-        for part in data:
-            self._data.write(part)
-        self._size = self._data.tell()
-        self._rows.append(rows[rows[:, 0] < rows[:, 1]])
-
-    def take(self) -> list[tuple[int, bytes]]:
-        """Return the runs kept since the last call: (position, bytes) of each.
-
-        Raises:
-            ValueError: more than `limit` bytes were kept in all.
-        """
-        self._taken += self._size
-        if self._taken > self._limit:
-            text = "bytes of short runs lie in pages that several hosts write: more than window"
-            raise refusal(ValueError, "HD419", f"{self._taken:,} {text}={self._limit:,}")
-        self._data.seek(0)
-        found = [(start, self._data.read(end - start)) for rows in self._rows for start, end in rows.tolist()]
-        self._rows, self._size = [], 0
-        return found
-
-    def settle(
-        self, team: Team, arrays: Sequence[tuple[int, int]], write: Callable[[int, memoryview], object]
-    ) -> Exception | None:
-        """Send everything to its owner, which writes it. Collective.
-
-        Args:
-            arrays: first byte and end of each array in the file, in any order.
-
-        Returns:
-            The error on this rank, if there was one; the others have received all of their bytes.
-        """
-        rows = np.concatenate([np.empty((0, 2), np.int64), *self._rows])
-        owners, at = self._owners(rows[:, 0], arrays, team.size), summed(rows[:, 1] - rows[:, 0])
-        self._data.seek(0)
-        problem, more, first = None, True, 0
-        while more:
-            end = int(np.searchsorted(at, at[first] + _ROUND, "right")) - 1
-            data = np.frombuffer(self._data.read(int(at[end] - at[first])), np.uint8)
-            arrived = _exchanged(team.comm, rows[first:end], data, owners[first:end])
-            more, first = not objects.everywhere(team.comm, end == len(rows)), end
-            try:
-                _write_sorted(*arrived, write)
-            except Exception as error:  # reported when no rank waits for this one
-                problem = problem or error
-        self.close()
-        return problem
-
-    def _owners(self, places: Ints, arrays: Sequence[tuple[int, int]], size: int) -> Ints:
-        """The rank of `size` that writes the page of each byte."""
-        table = np.array([(0, 0), *sorted(of for of in arrays if of[0] < of[1])], np.int64)
-        pages = places // self._page * self._page
-        end = table[np.searchsorted(table[:, 0], pages, "right") - 1, 1]
-        return np.where(pages + self._page <= end, pages // self._page // _SHARE % size, 0)
-
-    def close(self) -> None:
-        """Free all of it. Closing again does nothing."""
-        self._data.close()
-        self._rows = []
-
-
-def _sorted(rows: Ints, data: Bytes, key: Ints) -> tuple[Ints, Bytes]:
-    """Sort runs, whose bytes follow each other in `data`, by a key."""
-    order, lengths = np.argsort(key, kind="stable"), rows[:, 1] - rows[:, 0]
-    starts, lengths = (np.cumsum(lengths) - lengths)[order], lengths[order]
-    shifts = starts - (np.cumsum(lengths) - lengths)
-    return rows[order], data[np.repeat(shifts, lengths) + np.arange(len(data))]
-
-
-def _exchanged(comm: MPI.Comm, rows: Ints, data: Bytes, dests: Ints) -> tuple[Ints, Bytes]:
-    """Send runs, whose bytes follow each other in `data`, to other ranks; return those that arrive. Collective."""
-    rows, data = _sorted(rows, data, dests)
-    borders = np.searchsorted(np.sort(dests), np.arange(comm.size + 1))
-    counts = np.diff([borders, summed(rows[:, 1] - rows[:, 0])[borders]]).T.copy()  # of runs and of bytes, by rank
-    arriving = np.empty_like(counts)
-    comm.Alltoall(counts, arriving)
-    runs, nbytes = arriving.sum(axis=0).tolist()
-    heads, blocks = np.empty((runs, 2), np.int64), np.empty(nbytes, np.uint8)
-    comm.Alltoallv([rows, (2 * counts[:, 0]).tolist()], [heads, (2 * arriving[:, 0]).tolist()])
-    comm.Alltoallv([data, counts[:, 1].tolist()], [blocks, arriving[:, 1].tolist()])
-    return heads, blocks
-
-
-def _write_sorted(rows: Ints, data: Bytes, write: Callable[[int, memoryview], object]) -> None:
-    """Write runs in the order of the file; adjacent ones at once."""
-    if not len(rows):
-        return
-    rows, data = _sorted(rows, data, rows[:, 0])
-    breaks = np.flatnonzero(rows[1:, 0] != rows[:-1, 1]) + 1
-    ends = np.cumsum(rows[:, 1] - rows[:, 0])
-    for place, run in zip(rows[[0, *breaks], 0].tolist(), np.split(data, ends[breaks - 1]), strict=True):
-        write(place, run.data)
-
-
-class PartFile:
-    """A file that is laid out, and to which one rank writes, with system calls, once it is open.
-
-    Args:
-        name: the name that the file will have.
-        window: bytes of memory for data in pages of other ranks.
-    """
-
-    def __init__(self, name: str, laid: FileMap, window: int) -> None:
-        self.name, self.map, self.fd = name, laid, -1
-        self.edges = Edges(laid.page, Path(os.path.realpath(name)).parent, window)
-        self.checksums = format_of(name).checksums
-
-    def open(self) -> None:
-        """Open the file, which another rank has laid out. Caches of names may be some seconds out of date.
-
-        Raises:
-            FileError: this rank does not see it, or may not write there.
-        """
-        path = self.map.path
-        if patiently(lambda: None if os.path.exists(path) else "unseen") is not None:
-            raise FileError("HD413", f"{path}: not seen by this rank: the folder is not shared by all nodes")
-        if not os.access(path, os.R_OK | os.W_OK):
-            raise FileError("HD410", f"{path}: cannot be written by this rank")
-        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-
-    def write(self, place: int, data: memoryview, digest: Any = None) -> None:
-        """Write bytes at a position of the file, and let the disk start meanwhile."""
-        for start in range(0, len(data), _AHEAD):
-            plain.write_at(self.fd, place + start, data[start : start + _AHEAD], digest)
-            plain.start_writeback(self.fd, place + start, _AHEAD)
-
-    def close(self) -> None:
-        """Close the file. Closing it again does nothing."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
 
 
 class RankWriter:
@@ -406,11 +238,24 @@ class FileWriter(RankWriter):
         except BaseException:
             self._discard()
             raise
-        files = [PartFile(name, of, options.window) for (name, _), of in zip(self.names, laid, strict=True)]
-        super().__init__(files, datasets, [(file, start) for file in files for start in file.map.data], options)
+        files = list[PartFile]()
+        where: dict[int, tuple[PartFile, int]] = {}
+        for (name, rows), target, of in zip(self.names, self._targets, laid, strict=True):
+            mpio = options.writer == "mpio" and drivers.takes_path(of.path)
+            args = name, of, options.window
+            files.append(MpioFile(*args, team.comm, target.datasets) if mpio else PartFile(*args))
+            where |= {i: (files[-1], start) for i, start in zip(rows, of.data, strict=True)}
+        super().__init__(files, datasets, [where[i] for i in range(len(datasets))], options)
         try:
-            for file in files:
-                file.open()
+            if isinstance(files[0], MpioFile):  # all ranks open it together, or none
+                objects.run_on_all(team.comm, verb, files[0].see)
+                objects.run_on_all(team.comm, verb, files[0].open)
+            else:
+                for file in files:
+                    file.open()
+        except RankError:
+            self.drop()
+            raise
         except Exception as error:  # reported when the block ends
             self.fail(error)
 
@@ -428,7 +273,7 @@ class FileWriter(RankWriter):
             arrays = [(at, at + d.nbytes()) for (of, at), d in held if of is file]
             problem = file.edges.settle(self.team, arrays, file.write)
             try:
-                file.close()
+                file.close()  # MPI-IO may write until then
                 if problem is not None:
                     raise problem
                 sync(Path(file.map.path))
@@ -457,7 +302,7 @@ class FileWriter(RankWriter):
             safetensors.replace_form(safetensors.index_of(self.path))
         for target, (_, rows) in zip(self._targets, self.names, strict=True):
             target.datasets = [datasets[i] for i in rows]
-            target.complete(written)  # nothing of several files, which have no checksums
+            target.complete([of[np.isin(of[:, 0], rows)] - (min(rows, default=0), 0, 0) for of in written])
         if several:
             safetensors.write_index(self.path, self.datasets, self.names)
         if indexed:
@@ -465,8 +310,11 @@ class FileWriter(RankWriter):
         return {}
 
     def drop(self) -> None:
-        """Discard the files on this rank alone."""
-        self.close()
+        """Discard the files on this rank alone. Files that MPI-IO has open stay open."""
+        for file in self.files:
+            if self.team.size == 1 or not isinstance(file, MpioFile):
+                file.close()
+            file.edges.close()
         self._discard()
 
     def _discard(self) -> None:

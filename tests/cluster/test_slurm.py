@@ -117,6 +117,7 @@ def test_each_script_says_what_it_chose_and_gathers(kind: str, launcher: str, sl
     assert f"ranks: {2 * ntasks}, {ntasks} on each node, 1 CPUs each\n" in ended.out
     assert "MPI: Open MPI; " + _launch(launcher, 2 * ntasks, "pmix") in ended.out
     assert ("GPUs of a node: 1\n" in ended.out) == (kind == "gpu")
+    assert ("writer: mpio: " in ended.out) == (kind == "staged")
     assert ("run 1 of this job\n" in ended.out) == (kind == "requeue")
 
 

@@ -102,21 +102,27 @@ def test_files_of_any_kind_to_a_file_of_any_kind(np_, tmp_path):
 
 
 def test_over_every_route_to_one_rank_or_all(tmp_path):
+    """One route, or with --compare all of them on the same data."""
     whole = torch.arange(60.0).view(3, 10, 2)
     for i, part in enumerate(whole.split([4, 0, 1, 5], dim=1)):
         torch.save(part.clone(), tmp_path / f"{i}.pt")
     digest = hashlib.sha256(whole.numpy().tobytes()).hexdigest()
     all_, one = 2 * whole.nbytes, whole.nbytes * 9 // 10  # rank 1 has one row of ten
     routes = ("mpi", "gloo", "hdf5")
-    sent = {f"concat --route {route}": all_ for route in routes} | {"concat": all_}
+    sent = {f"concat --route {route}": all_ for route in routes} | {"concat": all_, "concat --compare -o w.npy": all_}
     sent |= {f"gather --root 1 --route {route}": one for route in routes}
     # From file to file, on no route, unless one is asked for.
     sent |= {"gather --root 1 --route gloo -o z.npy": one, "gather -o y.npy --window 3K": 0}
     done = reports(3, tmp_path, *(f"{line} ?.pt --dim -2" for line in sent))
     for report, (line, count) in zip(done, sent.items(), strict=True):
         assert (report["bytes_sent"], report["sha256"]) == (count, digest), line
-        assert count == 0 or ((report["route"] in line or report["route"] == "mpi") and report["seconds"] > 0), line
-    for name in "yz":
+        if "compare" in line:
+            ran = [row for row in report["routes"] if "refused" not in row]
+            assert {row["route"] for row in ran} >= {*routes}
+            assert all(row["same_result"] is True and row["seconds"] > 0 for row in ran)
+            refused = [row["refused"] for row in report["routes"] if row not in ran]
+            assert torch.cuda.is_available() or "needs a GPU of its own" in refused[0]
+    for name in "yzw":
         assert np.array_equal(np.load(tmp_path / f"{name}.npy"), whole.numpy()), name
 
 
@@ -152,9 +158,9 @@ MISTAKES = {
     f"{GOOD}-o y.npy --window much": "expected a number of bytes such as 64M",
     f"{GOOD}-o y.txt": "'.txt' is not written",
     f"{GOOD}-o none/y.h5": "none/y.h5: no such folder",
-    f"{GOOD}--resume": "--resume, and names with {rank}, need -o without --route",
-    f"{GOOD}-o y.h5 --route mpi --resume": "--resume, and names with {rank}, need -o without",
-    "concat s0.npy -o {rank}.npy --route mpi": "--resume, and names with {rank}, need -o without",
+    f"{GOOD}--resume": "--resume, and names with {rank}, need -o without --route and --compare",
+    f"{GOOD}-o y.h5 --compare --resume": "--resume, and names with {rank}, need -o without",
+    "concat s0.npy -o {rank}.npy --compare": "--resume, and names with {rank}, need -o without",
     f"{GOOD}s0.npy": "s0.npy: named twice",
     "gather s0.npy link.npy": "link.npy: named twice, also as s0.npy",
     "gather -o y.npy": "y.npy: no INPUT is given, and without one nothing is written",
@@ -274,14 +280,14 @@ def test_split_and_concat(tmp_path):
         *("split x.npy -o {rank}.npy", "concat [01].npy -o one.h5", "concat [01].npy -o copy-{rank}.npy --window 8K"),
         "split [01].npy -o again-{rank}.npy --parts 3",
         *("split b.pt -o b{rank}.h5", "gather b?.h5 -o b.safetensors"),
-        *("concat [01].npy", "concat [01].npy --route mpi", "gather b?.h5 -o b.npy"),
+        *("concat [01].npy", "concat [01].npy --compare", "gather b?.h5 -o b.npy"),
     )  # fmt: skip
     for (name, out), (dim, parts) in wanted.items():
         for i, part in enumerate(np.array_split(WHOLE, parts, dim)):
             assert np.array_equal(read(tmp_path / f"{i:04d}-{name}{out}"), part)
         assert len(list(tmp_path.glob(f"*-{name}{out}"))) == parts
     assert torch.equal(load_file(tmp_path / "b.safetensors")["data"], x)
-    assert "shape (3000, 7) on every rank" in text.out and "route mpi: " in table.out
+    assert "shape (3000, 7) on every rank" in text.out and "time (ms)" in table.out
     assert refused.status == 2
     assert "a .npy file cannot hold torch.bfloat16; use one of .safetensors, .h5" in refused.err
     for copy in ("copy-0.npy", "copy-1.npy", "one.h5"):

@@ -101,9 +101,9 @@ MADE_UP = {
         "pip install h5py",
     ),
     "two h5pys": (
-        ("hdf5", {"h5py": "3.16.0", "hdf5": "2.0.0"}, 3),
+        ("hdf5", {"h5py": "3.16.0", "hdf5": "2.0.0", "parallel": False}, 3),
         "HDF5",
-        "broken: HDF5 1.14.6, h5py 3.16.0 (ranks 0-2); HDF5 2.0.0",
+        "broken: HDF5 1.14.6, h5py 3.16.0, parallel: writer mpio (ranks 0-2); HDF5 2.0.0",
         "same environment",
     ),
     "not shared": (
@@ -239,7 +239,7 @@ MADE_UP = {
         "hpcdist.init(device='cpu')",
     ),
     "route": (("routes.mpi.error", "refused"), "route mpi", "broken: refused", "look at the findings about MPI"),
-    "file": (("file", {"error": "no space"}), "HDF5 file", "broken: no space", "staging folder"),
+    "file": (("file", {"error": "MPI-IO failed"}), "HDF5 file", "broken: MPI-IO failed", "writer='posix'"),
     "init": (
         ("init", {"error": "no common network"}, 1),
         "hpcdist.init()",

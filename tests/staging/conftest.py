@@ -1,4 +1,4 @@
-"""Verdicts on calls that must fail."""
+"""The writers that can be used here, and verdicts on calls that must fail."""
 
 import os
 
@@ -7,6 +7,9 @@ import torch
 from collective import Findings, assert_on_all_ranks, change_settings, raises_on_all_ranks
 
 import hpcdist as hd
+from hpcdist.staging import drivers
+
+WRITERS = [name for name in ("mpio", "posix") if drivers.missing(name) is None]
 
 
 @pytest.fixture

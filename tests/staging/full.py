@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from collective import assert_on_all_ranks, raises_on_all_ranks
-from conftest import holds
+from conftest import WRITERS, holds
 
 import hpcdist as hd
 from hpcdist import staging
@@ -35,8 +35,12 @@ def piecewise(path, x):
 
 
 @pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("save", [staging.save, piecewise], ids=["save", "piecewise"])
-def test_nothing_is_lost(save, known, world, folder, monkeypatch):
+@pytest.mark.parametrize(
+    ("save", "options"),
+    [*((staging.save, {"writer": name}) for name in WRITERS), (piecewise, {})],
+    ids=str,
+)
+def test_nothing_is_lost(save, options, known, world, folder, monkeypatch):
     """The same error on all ranks, the old file, nothing else, and with space the job goes on."""
     path, small = folder / "x.h5", torch.arange(1000) + 1000 * world.rank
     whole = torch.arange(1000 * world.world_size)
@@ -46,7 +50,7 @@ def test_nothing_is_lost(save, known, world, folder, monkeypatch):
         # Space is found when it is asked for: others may take it meanwhile, as quotas do.
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
     big = torch.randint(2**60, (200_000,))  # 1.6 MB a rank
-    write = lambda: save(path, big)  # noqa: E731
+    write = lambda: save(path, big, **options)  # noqa: E731
     kind = OSError if save is piecewise and not known else hd.RankError  # a write of a piece is no collective
     error = raises_on_all_ranks(world.comm, kind, write)
     assert_on_all_ranks(world.comm, "o space" in str(error), error)

@@ -59,7 +59,7 @@ def check_file(findings, path, wholes, what):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *(("x.h5", {"buffer": n}) for n in (None, 0, 2000, 10**6)),
+        *(("x.h5", {"writer": writer, "buffer": n}) for writer in ("auto", "posix") for n in (None, 0, 2000, 10**6)),
         ("x.h5", {"resume": True}),
         *(("x.safetensors", options) for options in ({}, {"max_shard_size": 10**6}, {"buffer": 0})),
     ],
@@ -185,6 +185,7 @@ def test_a_failure_is_raised_by_wait(suffix, world, findings, folder, monkeypatc
     cases = [
         ({"dim": 7}, "dim is 7"),
         ({"buffer": -1}, "buffer is -1"),
+        ({"writer": "mpio"}, "writer mpio does not write in the background"),
         ({"tensors": [1]}, "must be a torch.Tensor"),
         ({"buffer": None}, "No space"),
         ({"buffer": 0}, "No space"),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases import extents_of, load, part, whole_of
 from collective import change_settings
+from conftest import WRITERS
 
 import hpcdist as hd
 from hpcdist import staging
@@ -22,7 +23,8 @@ from hpcdist.staging.writer import SaveOptions
 pytestmark = pytest.mark.mpi
 
 
-def test_shards_that_meet_in_a_page(findings, world, folder):
+@pytest.mark.parametrize("writer", WRITERS)
+def test_shards_that_meet_in_a_page(writer, findings, world, folder):
     """A new name each time, and one that is replaced again and again: the bytes of all ranks, every time; of one
     tensor, and of many small ones."""
     for turn, counts in enumerate([(1000, 2007, 5, 0, 33)] * 3 + [(5, 3, 1, 1, 1), (100_000, 7, 0, 4000, 1)] * 2):
@@ -31,7 +33,7 @@ def test_shards_that_meet_in_a_page(findings, world, folder):
         wholes |= {f"t{i}": whole_of((sum(extents), 1 + i % 7), torch.float32, salt=i) for i in range(50 * (turn == 4))}
         mine = {name: part(whole, 0, extents, world.rank) for name, whole in wholes.items()}
         for name in (f"new{turn}.h5", "same.h5"):
-            staging.save(folder / name, mine)
+            staging.save(folder / name, mine, writer=writer)
         got = staging.load(folder / f"new{turn}.h5", dim=None, verify=True)
         for name, whole in wholes.items():
             findings.same(got[name], whole, f"turn {turn}: {name}")
@@ -63,7 +65,7 @@ def test_outputs_of_the_commands(suffix, findings, world, folder):
     for n in (3000, 100_003):
         whole, path = whole_of((n,), torch.float32), str(folder / f"y{n}{suffix}")
         one, read = Dataset("data", (n,), torch.float32), lambda i, box, out: out.copy_(whole[box.slices()])  # noqa: B023
-        made = copy(world, world._context.team, "test", path, [one], read, SaveOptions(9000))
+        made = copy(world, world._context.team, "test", path, [one], read, SaveOptions("posix", 9000))
         findings.check(made[1] == 0, made)
         if world.rank == 0:
             findings.same(load(path, by_library=True), whole, f"{n}")

@@ -21,7 +21,7 @@ from hpcdist import staging
 from hpcdist.formats.paths import Commit
 from hpcdist.staging import dcp as hdf5_dcp
 from hpcdist.staging.dcp import HDF5Reader, HDF5Writer
-from hpcdist.staging.writer import PartFile
+from hpcdist.staging.drivers import PartFile
 
 pytestmark = pytest.mark.mpi
 

@@ -11,7 +11,7 @@ import h5py
 import pytest
 import torch
 from collective import assert_on_all_ranks
-from conftest import holds, refused, same
+from conftest import WRITERS, holds, refused, same
 from safetensors.torch import save_file
 
 import hpcdist as hd
@@ -110,11 +110,12 @@ def test_names_that_cannot_be_in_one_dict(world, folder):
                 same(world, staging.load(path, name, dim=None), torch.full((2,), i))
 
 
-def test_progress_that_raises(world, folder):
+@pytest.mark.parametrize("writer", WRITERS)
+def test_progress_that_raises(writer, world, folder):
     staging.save(folder / "x.h5", X)
     raising = Mock(side_effect=ZeroDivisionError("no such luck") if last(world) else None)
     for dim in (0, 1):
-        options = {"dim": dim, "progress": raising, "window": 16}
+        options = {"dim": dim, "progress": raising, "window": 16, "writer": writer}
         with one_file(folder, world):
             text = "progress raised ZeroDivisionError: no such luck"
             refused(world, text, staging.save, folder / "x.h5", X + 1, **options)
@@ -146,7 +147,7 @@ def test_what_is_lost_with_the_power(path, world, findings, folder, monkeypatch)
         with staging.open(folder / path, "w", {"x": ((2000 * world.world_size, 30), x.dtype)}) as file:
             file.write("x", x, (2000 * world.rank, 0))
     else:
-        staging.save(folder / path, x, window=50_000)
+        staging.save(folder / path, x, writer="posix", window=50_000)
     monkeypatch.undo()
     every = sorted(step for of_rank in world.comm.allgather(steps) for step in of_rank)
     dirty, lost = set(), {}  # ranks with data that may be lost: now; when the file got its name

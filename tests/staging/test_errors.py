@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from collective import assert_on_all_ranks
-from conftest import holds, refused, same
+from conftest import WRITERS, holds, refused, same
 
 import hpcdist as hd
 from hpcdist import staging
 from hpcdist.formats import paths
 from hpcdist.formats.paths import Commit
+from hpcdist.staging import drivers
 from hpcdist.staging.reader import OpenFiles
 from hpcdist.staging.writer import RankWriter, Target
 
@@ -56,6 +57,7 @@ MISTAKES = [
     (save, {"tensors": {"_hpcdist/x": X}}, "are hpcdist's own"),
     (save, {"tensors": {"a": X, "a/b": X}}, "'a' cannot be a tensor"),
     (save, {"window": 0}, "window is 0, expected a number of bytes >= 1"),
+    (save, {"writer": "pigeon"}, "writer is 'pigeon', expected one of auto, mpio, posix"),
     (save, {"attrs": {"dta": {"a": 1}}}, "attrs has 'dta', which is not one of the tensors: data"),
     (save, {"attrs": {"data": {"torch_dtype": "int8"}}}, "torch_dtype is hpcdist's own"),
     (load, {"window": -1}, "window is -1"),
@@ -87,7 +89,7 @@ def test_a_mistake_is_the_same_error_everywhere(everywhere, world, folder):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_ranks_that_differ(world, folder):
+def test_ranks_that_differ(world, folder, monkeypatch):
     odd = world.rank == last(world)
     cases = {
         "tensor 'a' is None, where rank 0 has 'torch.int64 of shape (*, 2), dim 0'": {
@@ -104,10 +106,14 @@ def test_ranks_that_differ(world, folder):
         },
         "tensor 'data' is 'torch.int64 of shape (3, *), dim 1', where rank 0 has": {"dim": int(odd)},
         "window is 101, where rank 0 has 100": {"window": 100 + odd},
+        "writer is 'posix', where rank 0 has 'mpio'": {},  # the h5py of a node was built without MPI
     }
     for text, given in cases.items():
+        if not given:
+            monkeypatch.setattr(drivers, "active", lambda name: ("posix" if odd else "mpio", ""))
         refused(world, text, save, folder, ranks=[last(world)], **given)
         holds(world, folder)
+    monkeypatch.undo()
     refused(world, "called ", lambda: save(folder) if world.rank else hd.concat(X))
 
 
@@ -191,7 +197,7 @@ def test_a_step_that_fails(step, place, code, dim, world, folder, monkeypatch):
     monkeypatch.setattr(os, step, failing)
     big = torch.arange(60_000).view(2000, 30)  # 10 pieces a rank, with pages of their own
     window = 48_000 if dim == 0 else 96_000 * world.world_size
-    again = partial(save, folder, tensors=big, dim=dim, window=window)
+    again = partial(save, folder, tensors=big, dim=dim, writer="posix", window=window)
     if step == "pwrite":
         refused(world, f"writing failed: {os.strerror(code)}", again, ranks=ranks)
     else:
@@ -203,16 +209,17 @@ def test_a_step_that_fails(step, place, code, dim, world, folder, monkeypatch):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_folder_that_is_not_shared(world, folder, monkeypatch):
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_folder_that_is_not_shared(writer, world, folder, monkeypatch):
     """The last rank does not see the file that rank 0 has made."""
     exists = os.path.exists
     monkeypatch.setattr(paths, "PATIENCE", 0.2)
     if world.rank == last(world):
         monkeypatch.setattr(os.path, "exists", lambda path: exists(path) and not str(path).endswith(".part"))
-    refused(world, "the folder is not shared by all nodes", save, folder, ranks=[last(world)])
+    refused(world, "the folder is not shared by all nodes", save, folder, ranks=[last(world)], writer=writer)
     holds(world, folder)
     monkeypatch.undo()
-    save(folder)
+    save(folder, writer=writer)
 
 
 def left_behind(target, content):
@@ -238,12 +245,12 @@ def test_what_other_jobs_write_and_have_left(world, folder):
     same(world, staging.load(folder / "x.h5", dim=None)[:3], X)
 
 
-@pytest.mark.parametrize("name", ["x.h5", "x.safetensors"])
+@pytest.mark.parametrize(("name", "driver"), [*(("x.h5", name) for name in WRITERS), ("x.safetensors", "posix")])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_resume(dim, name, world, folder, monkeypatch):
+def test_resume(dim, name, driver, world, folder, monkeypatch):
     """After a failure, only what is missing, or damaged since, is written; the data are the same bytes."""
     x, is_last = torch.arange(60_000).view(2000, 30) + 1_000_000 * world.rank, world.rank == last(world)
-    options = {"dim": dim}
+    options = {"dim": dim, "writer": driver}
     options["window"] = 40_000 if dim == 0 else 80_000 * world.world_size
     save(folder, f"whole{name}", x, **options)
     resume = partial(save, folder, name, x, **options, resume=True)

@@ -9,7 +9,8 @@ import torch
 
 from hpcdist.formats.contents import Dataset, FileMap
 from hpcdist.layout import Box
-from hpcdist.staging.writer import PartFile, RankWriter, SaveOptions
+from hpcdist.staging.drivers import PartFile
+from hpcdist.staging.writer import RankWriter, SaveOptions
 
 PAGE = 64
 
@@ -33,7 +34,7 @@ def test_each_page_is_written_by_one_rank(seed, world, findings, tmp_path, monke
     """Arrays anywhere, in pieces of any length, with gaps or without: all bytes arrive, from one rank a page; what is
     not only data comes from rank 0. More than memory is to hold, and than is sent at a time."""
     draw, size = random.Random(seed), world.world_size
-    monkeypatch.setattr(sys.modules["hpcdist.staging.writer"], "_ROUND", draw.choice((100, 2**20)))
+    monkeypatch.setattr(sys.modules["hpcdist.staging.drivers"], "_ROUND", draw.choice((100, 2**20)))
     arrays, runs, end = [], [], draw.choice((0, 13, PAGE))
     for _ in range(draw.randrange(1, 6)):
         start = end
