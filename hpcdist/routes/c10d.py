@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from hpcdist import layout
-from hpcdist.comm.route import Message, Route, Vector, cut
+from hpcdist.comm.route import Message, Method, Route, Vector, cut
 from hpcdist.layout import limits
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import as_bytes
@@ -109,6 +109,10 @@ class _Nccl(_C10d):
 
     def carries(self, team: Team, gpu: bool) -> bool:
         return gpu
+
+    def method(self, team: Team, operation: str, nbytes: int, largest: int = 0) -> Method:
+        found = super().method(team, operation, nbytes, largest)
+        return Method(found.name.replace("NCCL", accelerator.LIBRARY.upper()), found.reason)
 
     def usable(self, team: Team, algorithm: str, total: int, largest: int) -> bool:
         return algorithm != "fused" or total == largest * team.size
