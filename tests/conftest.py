@@ -5,36 +5,33 @@ python -m pytest -m cluster
 mpirun -n N python -m pytest --with-mpi -m mpi
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Generator, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from collective import failures_elsewhere
+from collective import Findings, failures_elsewhere
 from launch import slowness
 
 import hpcdist
 from hpcdist.control import objects
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    pass
 
 _LARGE_NEEDS = 2  # ranks: more would not fit in the memory of a small machine
 
-_comm: MPI.Intracomm | None = None  # the tests' own duplicate of COMM_WORLD, if this is a run with --with-mpi
+_comm = None  # the tests' own duplicate of COMM_WORLD, if this is a run with --with-mpi
 
 
 @pytest.hookimpl(tryfirst=True)  # before the terminal reporter takes sys.stdout
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Only rank 0 prints; what the others have to say is in build/test-logs."""
     global _comm
     if not config.getoption("--with-mpi"):
@@ -48,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.stdout = log.open("w", buffering=1)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     """Deselect what cannot run in this job; nothing is skipped."""
     size = 0 if _comm is None else _comm.size
     asked = "cluster" in config.getoption("markexpr")
@@ -57,13 +54,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """What is there by now stays: no collection of a test goes through all of torch, which takes 0.3 s each time."""
     gc.collect()
     gc.freeze()
 
 
-def _can_run(item: pytest.Item, size: int) -> bool:
+def _can_run(item, size):
     marks = list(item.iter_markers("mpi"))
     if marks and size < max(mark.kwargs.get("min_size", 1) for mark in marks):
         return False
@@ -73,7 +70,7 @@ def _can_run(item: pytest.Item, size: int) -> bool:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-timeout looks
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+def pytest_runtest_protocol(item):
     """The deadlines are those of a quiet machine."""
     own = item.get_closest_marker("timeout")
     seconds = own.args[0] if own else float(item.config.getoption("timeout") or item.config.getini("timeout"))
@@ -82,28 +79,28 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
+def pytest_runtest_setup(item):
     return (yield from _together(item))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+def pytest_runtest_call(item):
     return (yield from _together(item))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
+def pytest_runtest_teardown(item):
     try:
         return (yield from _together(item))
     finally:
         item.config.get_terminal_writer().flush()  # what is printed survives an abort of the job
 
 
-def _together(item: pytest.Item) -> Generator[None, Any, Any]:
+def _together(item):
     """A phase of a test that fails on one rank fails on all, and all go on to the next one together."""
     if _comm is None or item.get_closest_marker("mpi") is None:
         return (yield)
-    error: BaseException | None = None
+    error = None
     result = None
     try:
         result = yield
@@ -120,14 +117,22 @@ def _together(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 @pytest.fixture(scope="session")
-def world() -> hpcdist.World:
+def world():
     """The world of all ranks, over torch's backend HPCDIST_TEST_BACKEND if that is set; it is left at the end of the
     program, as a user's is."""
     return hpcdist.init(backend=os.environ.get("HPCDIST_TEST_BACKEND"))
 
 
 @pytest.fixture
-def folder(world: hpcdist.World) -> Iterator[Path]:
+def findings(world):
+    """What a test finds wrong, on all ranks: told at its end."""
+    found = Findings(world.comm)
+    yield found
+    found.settle()
+
+
+@pytest.fixture
+def folder(world):
     """A new folder, the same for all ranks, that is gone afterwards; where HPCDIST_TEST_FOLDER says, if it is set."""
     base = os.environ.get("HPCDIST_TEST_FOLDER")
     make = partial(tempfile.mkdtemp, prefix="hpcdist-test-", dir=base)

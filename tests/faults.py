@@ -13,7 +13,6 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -72,7 +71,7 @@ class Run:
     output: str = ""
 
 
-def draw(seed: int, runs: int) -> list[Run]:
+def draw(seed, runs):
     """So many runs: every fault in its turn, all else at random."""
     chance = random.Random(seed)
     faults = list(CAUSES)
@@ -86,7 +85,7 @@ def draw(seed: int, runs: int) -> list[Run]:
     return found
 
 
-def execute(run: Run, hosts: Hosts) -> Run:
+def execute(run, hosts):
     """Run a job on two hosts that nothing else uses; what is wrong with its end is in `problems`."""
     folder = hosts.folder / f"job-{time.monotonic_ns()}"
     folder.mkdir()
@@ -128,7 +127,7 @@ def execute(run: Run, hosts: Hosts) -> Run:
     return run
 
 
-def left_behind(hosts: Hosts, pids: list[int], folder: Path) -> Iterator[str]:
+def left_behind(hosts, pids, folder):
     """What a job has left: processes, files, shared memory. The part of a save that was killed may stay: the next save
     takes it over."""
     for _ in pids:
@@ -143,11 +142,11 @@ def left_behind(hosts: Hosts, pids: list[int], folder: Path) -> Iterator[str]:
         hosts.run(name, ["find", *PLACES, "-delete"])
 
 
-def battery(runs: list[Run], workers: int) -> Iterator[Run]:
+def battery(runs, workers):
     """Execute the runs, so many at a time, each with two hosts of its own."""
-    free: SimpleQueue[Hosts] = SimpleQueue()
+    free = SimpleQueue()
 
-    def one(run: Run) -> Run:
+    def one(run):
         hosts = free.get()
         try:
             return execute(run, hosts)
@@ -165,7 +164,7 @@ def battery(runs: list[Run], workers: int) -> Iterator[Run]:
             hosts.close()
 
 
-def summary(runs: list[Run]) -> str:
+def summary(runs):
     """A line for each fault: runs, those without a problem, and the seconds from the fault to the end of the job."""
     lines = ["| fault | runs | as they should be | seconds to the end: median, longest |", "|---|---|---|---|"]
     for fault in CAUSES:
@@ -177,14 +176,14 @@ def summary(runs: list[Run]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description="Jobs with faults drawn at random, and how they end.")
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=3, help="jobs at a time")
     parser.add_argument("--json", type=Path, help="write the runs there")
     args = parser.parse_args()
-    done: list[Run] = []
+    done = []
     for run in battery(draw(args.seed, args.runs), args.workers):
         done.append(run)
         place = f"np {run.np} on {run.hosts}, rank {run.rank}, call {run.at}"

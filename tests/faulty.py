@@ -3,16 +3,12 @@
 Every call is checked; wrong data end the job with status 99. The rank at fault says when it acts, and its process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,55 +18,55 @@ WRONG_DATA = 99
 ROWS = 1000  # of a rank, at most
 
 
-def shard(rank: int) -> torch.Tensor:
+def shard(rank):
     """Ragged; its values encode the global row."""
     start = sum(range(rank)) * ROWS
     return torch.arange(start, start + rank * ROWS).reshape(-1, 1).repeat(1, 8)
 
 
-def rounds(world: hd.World, verb: str, route: str, folder: Path) -> Callable[[int], bool]:
+def rounds(world, verb, route, folder):
     """One call of a verb, which says whether its result is right."""
     rank, size = world.rank, world.world_size
     mine, whole = shard(rank), torch.cat([shard(r) for r in range(size)])
     root, peer, before = size - 1, (rank + 1) % size, (rank - 1) % size
 
-    def gather(_: int) -> bool:
+    def gather(_):
         got = hd.gather(mine, root=root, route=route)
         return torch.equal(got, whole) if rank == root else got is None
 
-    def split(_: int) -> bool:
+    def split(_):
         got = hd.split(whole if rank == 0 else None, counts=[r * ROWS for r in range(size)], route=route)
         return torch.equal(got, mine)
 
-    def redistribute(_: int) -> bool:
+    def redistribute(_):
         layout = hd.Split(0, [r * ROWS for r in range(size)])
         return torch.equal(hd.redistribute(mine, layout, hd.Replicate(), route=route), whole)
 
-    def structure(_: int) -> bool:
+    def structure(_):
         got = hd.concat({"x": mine, "rank": rank}, route=route)
         return torch.equal(got["x"], whole) and got["rank"] == list(range(size))
 
-    def ring(_: int) -> bool:
+    def ring(_):
         sent = hd.isend(mine, peer)
         got = hd.recv(before)
         sent.wait()
         return torch.equal(got, shard(before))
 
-    def save(i: int) -> bool:
+    def save(i):
         hd.staging.save(folder / "saved.h5", mine, attrs={"": {"call": i}})
         return torch.equal(hd.staging.load(folder / "saved.h5", counts=[r * ROWS for r in range(size)]), mine)
 
-    def concat(_: int) -> bool:
+    def concat(_):
         return torch.equal(hd.concat(mine, route=route), whole)
 
-    def background(_: int) -> bool:
+    def background(_):
         return torch.equal(hd.concat(mine, route=route, async_op=True).wait(), whole)
 
     every = (concat, background, gather, split, redistribute, structure, ring, save)
     return next(call for call in every if call.__name__ == verb)
 
 
-def commit(fault: str, verb: str, world: hd.World) -> None:
+def commit(fault, verb, world):
     """What the rank at fault does before its call."""
     if fault == "raise":
         raise RuntimeError(f"a mistake of rank {world.rank}")
@@ -88,13 +84,13 @@ def commit(fault: str, verb: str, world: hd.World) -> None:
         mistake(verb)
 
 
-def mistake(verb: str) -> None:
+def mistake(verb):
     """A call of that verb with an argument that is wrong on this rank alone."""
     x = torch.ones(3, 4)
     if verb == "ring":
         hd.isend(x, 99)
     elif verb == "redistribute":
-        hd.redistribute(x, "rows", hd.Replicate())  # type: ignore[arg-type]
+        hd.redistribute(x, "rows", hd.Replicate())
     elif verb == "structure":
         hd.concat({"x": object()})
     elif verb == "save":
@@ -105,7 +101,7 @@ def mistake(verb: str) -> None:
         {"concat": hd.concat, "gather": hd.gather, "split": hd.split}[verb](x, dim=7)
 
 
-def main(what: dict[str, Any]) -> None:
+def main(what):
     world = hd.init(staging=what["folder"])
     call = rounds(world, what["verb"], what["route"], Path(what["folder"]))
     fault, last = what["fault"], what["calls"]

@@ -48,7 +48,7 @@ for of in ("newest", "openmpi5", "impi", "torch214", "torch215"):  # make test-v
     RUNS |= {f"{of}-np2": (of, 2, "", ""), f"{of}-jobs": (of, 0, FILES, "")}
 
 
-def execute(name: str) -> tuple[int, int]:
+def execute(name):
     """Run pytest with its output in a log, and print its end; returns the numbers of tests that passed and failed."""
     environment, np, arguments, on = RUNS[name]
     bin_, log, begin = ROOT / ".venv" / environment / "bin", LOGS / f"{name}.log", time.monotonic()

@@ -1,12 +1,9 @@
 """The plan of the house holds: who imports whom, who reads the environment, how long things are."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -38,22 +35,22 @@ FLOORS = {
 }  # fmt: skip
 
 
-def _name(path: Path) -> str:
+def _name(path):
     """The module of a file, without the package: "" for hpcdist itself."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _room(module: str) -> str:
+def _room(module):
     return module.split(".")[0]
 
 
 @cache
-def _tree(path: Path) -> ast.Module:
+def _tree(path):
     return ast.parse(path.read_text(), str(path))
 
 
-def _imports(path: Path) -> Iterator[str]:
+def _imports(path):
     """The modules of the package that this file imports, wherever in it; also those for a type checker alone."""
     modules = {_name(file) for file in FILES}
     for node in ast.walk(_tree(path)):
@@ -71,7 +68,7 @@ def _imports(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: _name(path) or "hpcdist")
-def test_imports_go_downward(path: Path) -> None:
+def test_imports_go_downward(path):
     here = _room(_name(path))
     assert here in FLOORS, f"{path.name} has no floor yet: give it one in FLOORS"
     for other in _imports(path):
@@ -79,7 +76,7 @@ def test_imports_go_downward(path: Path) -> None:
         assert room == here or FLOORS[room] < FLOORS[here], f"{_name(path)} imports {other}: not downward"
 
 
-def test_no_files_import_each_other() -> None:
+def test_no_files_import_each_other():
     """In a circle, however long."""
     waiting = {_name(path): set(_imports(path)) - {_name(path)} for path in FILES}
     while free := {name for name, needs in waiting.items() if not needs & waiting.keys()}:
@@ -87,17 +84,17 @@ def test_no_files_import_each_other() -> None:
     assert not waiting, f"in circles, or above them: {sorted(waiting)}"
 
 
-def test_each_name_of_a_file_is_there_once() -> None:
+def test_each_name_of_a_file_is_there_once():
     """But for commands, whose users choose the name."""
     names = [path.name for path in FILES if path.parent != ROOT and path.name not in ("__init__.py", "__main__.py")]
     assert [name for name in set(names) if names.count(name) > 1] == []
 
 
-def test_every_floor_is_in_the_house() -> None:
+def test_every_floor_is_in_the_house():
     assert set(FLOORS) == {_room(_name(path)) for path in FILES}
 
 
-def test_layout_knows_neither_torch_nor_mpi() -> None:
+def test_layout_knows_neither_torch_nor_mpi():
     nodes = [node for path in (ROOT / "layout").glob("*.py") for node in ast.walk(_tree(path))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
@@ -108,7 +105,7 @@ def test_layout_knows_neither_torch_nor_mpi() -> None:
     assert all(name in plain or name.startswith("hpcdist.layout") for name in names | modules), names | modules
 
 
-def test_importing_the_package_starts_no_mpi() -> None:
+def test_importing_the_package_starts_no_mpi():
     """In a process without a launcher and without its variables. Nor are torch's compiler and DTensor imported, by a
     command neither, which would take as long again as torch."""
     rooms = [module for _, module, *_ in COMMANDS.values()]
@@ -126,7 +123,7 @@ print({{"mpi4py.MPI", "torch._dynamo", "torch.distributed.checkpoint", "torch.di
     assert (done.stdout.split(), done.returncode) == (["set()", "set()"], 0), done
 
 
-def _reads_environment(path: Path) -> list[str]:
+def _reads_environment(path):
     found = []
     for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv", "unsetenv"):
@@ -136,13 +133,13 @@ def _reads_environment(path: Path) -> list[str]:
     return found
 
 
-def test_only_world_reads_the_environment() -> None:
+def test_only_world_reads_the_environment():
     """And the command that runs without torch, which world needs."""
     readers = {_name(path): _reads_environment(path) for path in FILES}
     assert {name for name, found in readers.items() if found} == {"runtime.world", "stage_env.__main__"}
 
 
-def test_only_commands_print() -> None:
+def test_only_commands_print():
     """But for the reason of an abort, which nobody could tell otherwise."""
     printers = {
         _name(path)
@@ -159,7 +156,7 @@ def test_only_commands_print() -> None:
     assert not [name for name in others if not name.endswith("__main__")]
 
 
-def test_one_room_names_the_kind_of_accelerator() -> None:
+def test_one_room_names_the_kind_of_accelerator():
     """The others ask it; the doctor tells about GPUs also where torch does not know them."""
     named = {path for path in FILES if re.search(r"torch\.cuda|is_cuda|[\"\']cuda\b", path.read_text())}
     rooms = {name for path in named if _room(name := _name(path)) != "doctor"}
@@ -169,7 +166,7 @@ def test_one_room_names_the_kind_of_accelerator() -> None:
 _FACTORIES = {"arange", "as_tensor", "asarray", "empty", "eye", "full", "linspace", "ones", "randn", "tensor", "zeros"}
 
 
-def test_every_new_tensor_names_its_device() -> None:
+def test_every_new_tensor_names_its_device():
     """Else it is wherever the user's torch.set_default_device says. The examples are users."""
     found = [
         f"{_name(path)} line {node.lineno}: {ast.unparse(node)}"
@@ -183,7 +180,7 @@ def test_every_new_tensor_names_its_device() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: _name(path) or "hpcdist")
-def test_lengths(path: Path) -> None:
+def test_lengths(path):
     for node in ast.walk(_tree(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             body = node.body[1:] if ast.get_docstring(node) else node.body
@@ -191,14 +188,14 @@ def test_lengths(path: Path) -> None:
             assert length <= MAX_FUNCTION, f"{path.name}: {node.name} has {length} lines"
 
 
-def test_every_public_name_is_explained() -> None:
+def test_every_public_name_is_explained():
     for name in hpcdist.__all__:
         assert getattr(hpcdist, name).__doc__, name
     for path in FILES:
         assert ast.get_docstring(_tree(path)) or not path.read_text().strip(), f"{path} has no docstring"
 
 
-def test_names_of_test_files_differ() -> None:
+def test_names_of_test_files_differ():
     """pytest imports them by their name alone."""
     names = [path.name for path in (ROOT.parent / "tests").rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))

@@ -1,7 +1,5 @@
 """The tables and pictures of the benchmarks are those of the samples, and so is each figure in the pages' prose."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -18,7 +16,7 @@ WORD = re.compile(r"\]\([^)]*\)|`[^`\n]*`")
 
 
 @pytest.fixture(scope="module")
-def made() -> SimpleNamespace:
+def made():
     """The programs of benchmarks/ that read results, and the records."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
@@ -30,7 +28,7 @@ def made() -> SimpleNamespace:
     return SimpleNamespace(plot=plot, report=report, results=results, records=results.load_all())
 
 
-def test_tables_and_pictures_are_those_of_the_samples(made: SimpleNamespace) -> None:
+def test_tables_and_pictures_are_those_of_the_samples(made):
     written = made.report.pages(made.records) | made.plot.pictures(made.records)
     assert len(written) > 15
     assert [path.name for path, text in written.items() if path.read_text() != text] == []
@@ -38,7 +36,7 @@ def test_tables_and_pictures_are_those_of_the_samples(made: SimpleNamespace) -> 
     assert {*(ROOT / "benchmarks" / "results").glob("*.svg")} == pictures
 
 
-def test_a_changed_sample_changes_heat_map_and_table(made: SimpleNamespace) -> None:
+def test_a_changed_sample_changes_heat_map_and_table(made):
     """So the comparison above can fail."""
     records = made.results.load_all()
     (record,) = (r for r in records if r.name == "mpich-np2-concat")
@@ -51,7 +49,7 @@ def test_a_changed_sample_changes_heat_map_and_table(made: SimpleNamespace) -> N
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
-def test_backend_mpi_beside_gloo(made: SimpleNamespace, page: str) -> None:
+def test_backend_mpi_beside_gloo(made, page):
     ratios = [ratio.median for _, ratio in made.report.by_gloo(made.records)]
     text = " ".join((ROOT / page).read_text().split())
     assert f"{min(ratios):.1f} to {max(ratios):.0f}" in text
@@ -59,7 +57,7 @@ def test_backend_mpi_beside_gloo(made: SimpleNamespace, page: str) -> None:
     assert min(ratios) > 1
 
 
-def test_readme_says_which_way_by_hand_is_the_fastest(made: SimpleNamespace) -> None:
+def test_readme_says_which_way_by_hand_is_the_fastest(made):
     """The text of its picture names the number of hand-written versions, and the fastest."""
     (record,) = (r for r in made.records if r.name == "mpich-np2-concat")
     case = record.case(64 * 2**20, "16:1")
@@ -70,7 +68,7 @@ def test_readme_says_which_way_by_hand_is_the_fastest(made: SimpleNamespace) -> 
     ).read_text()
 
 
-def test_readme_says_where_it_is_slower(made: SimpleNamespace) -> None:
+def test_readme_says_where_it_is_slower(made):
     """The cells of the heat maps of small calls, and how many cells of all are faster."""
     report = made.report
     maps = [report.heat(made.records, mpi, np) for mpi in report.mpis(made.records) for np in report.RANKS]
@@ -83,12 +81,12 @@ def test_readme_says_where_it_is_slower(made: SimpleNamespace) -> None:
     assert f"{sum(median > 1 for median in every)} of {len(every)} cells are faster" in text
 
 
-def test_readme_of_the_benchmarks_is_short() -> None:
+def test_readme_of_the_benchmarks_is_short():
     assert len((ROOT / "benchmarks" / "README.md").read_text().splitlines()) <= 250
 
 
 @pytest.mark.parametrize("page", ["benchmarks/README.md", "benchmarks/MEASUREMENTS.md", "docs/benchmarks.md"])
-def test_sentences_are_short(page: str) -> None:
+def test_sentences_are_short(page):
     prose = WORD.sub("x", NO_PROSE.sub("", (ROOT / page).read_text()))
     sentences = [" ".join(s.split()) for s in re.split(r"(?<=[.:?])\s+|\n\n|\n(?=- )", prose)]
     assert len(sentences) > 20
@@ -96,7 +94,7 @@ def test_sentences_are_short(page: str) -> None:
     assert [s for s in sentences if re.match(r"(\*\*)?What\b", s) and not s.endswith("?")] == []
 
 
-def test_start_up_in_prose(made: SimpleNamespace) -> None:
+def test_start_up_in_prose(made):
     """What each further rank costs, in MEASUREMENTS.md."""
     rounds = json.loads((ROOT / "benchmarks" / "results" / "stage-env.json").read_text())["rounds"]
     starts = {n: [found["start from the shared folder"] for found in rounds[n]] for n in ("2", "32")}

@@ -1,7 +1,5 @@
 """README: its programs run and print what it says, its files, pictures and commands exist, and it is one page."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -13,11 +11,11 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def test_its_examples_run(tmp_path: Path) -> None:
+def test_its_examples_run(tmp_path):
     assert execute([parse("README", README)], tmp_path) == {"README": []}
 
 
-def test_it_is_one_page() -> None:
+def test_it_is_one_page():
     """Without the lines that a reader does not see."""
     seen = re.sub(r"<!--.*?-->\n", "", README, flags=re.DOTALL)
     assert len(seen.splitlines()) <= 130
@@ -25,7 +23,7 @@ def test_it_is_one_page() -> None:
         assert command in README
 
 
-def test_what_it_names_is_there() -> None:
+def test_what_it_names_is_there():
     links = re.findall(r"\]\(([^)#]+)\)", README)
     assert len(links) > 8
     assert [link for link in links if not (ROOT / link).exists()] == []
@@ -35,26 +33,26 @@ def test_what_it_names_is_there() -> None:
         assert (ROOT / f"{module}.py").exists() or (ROOT / module / "__main__.py").exists(), module
 
 
-def test_the_job_script_starts_the_mpi_that_it_installs() -> None:
+def test_the_job_script_starts_the_mpi_that_it_installs():
     """MPICH aborts under PMIx."""
     assert re.search(r"^\$ pip install '\.\[mpich\]'", README, re.MULTILINE)
     assert re.findall(r"^srun --mpi=(\w+) ", README, re.MULTILINE) == list(OTHER_PMIS)
 
 
-def test_what_was_never_run_stands_at_the_top() -> None:
+def test_what_was_never_run_stands_at_the_top():
     top = " ".join(README.partition("\n## ")[0].replace("\n>", "").split())
     for what in ("Never run:", "several GPUs", "InfiniBand", "Lustre"):
         assert what in top
 
 
-def test_its_picture_has_the_fastest_way_by_hand_and_says_where_it_was_measured() -> None:
+def test_its_picture_has_the_fastest_way_by_hand_and_says_where_it_was_measured():
     (picture,) = re.findall(r"\((benchmarks/results/\S+\.svg)\)", README)
     text = (ROOT / picture).read_text()
     assert "mpi4py Allgatherv, counts known, preallocated" in text
     assert "one node, 2 cores" in text
 
 
-def test_no_page_installs_from_an_index_that_does_not_have_it() -> None:
+def test_no_page_installs_from_an_index_that_does_not_have_it():
     pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "hpcdist" / "errors" / "pages").glob("*.md"), ROOT / "README.md"]
     assert len(pages) > 90
     for page in pages:

@@ -1,7 +1,5 @@
 """What an error of the system or of a library says in one line."""
 
-from __future__ import annotations
-
 import pytest
 
 from hpcdist.errors import reason
@@ -20,11 +18,11 @@ HDF5 = {  # what h5py makes of HDF5's errors
 
 
 @pytest.mark.parametrize("text", HDF5)
-def test_what_hdf5_says(text: str) -> None:
+def test_what_hdf5_says(text):
     assert reason(OSError(text)) == HDF5[text]
 
 
-def test_the_systems_own_words_and_an_error_without_any() -> None:
+def test_the_systems_own_words_and_an_error_without_any():
     assert reason(FileNotFoundError(2, "No such file or directory", "x.h5")) == "No such file or directory"
     assert reason(ValueError()) == "ValueError"
     assert reason(ValueError("a" * 1000)) == "a" * 300 + "..."

@@ -1,14 +1,12 @@
 """What a job opens to others: no pickle that was not asked for, no socket beyond this node, files for its user only."""
 
-from __future__ import annotations
-
 import ast
 import os
 import stat
 from pathlib import Path
 
 import pytest
-from launch import mpirun
+from launch import commands
 
 import hpcdist
 from hpcdist.control import objects
@@ -24,7 +22,7 @@ COMMS = ["comm", "local", "node", "leaders", "header_comm", "data_comm", "side_c
 
 
 @pytest.mark.once
-def test_no_method_of_mpi4py_that_pickles_is_called() -> None:
+def test_no_method_of_mpi4py_that_pickles_is_called():
     """But for the examples and the ways by hand of compare, which are users, and tree.py, where it is asked for."""
     found = []
     for path in ROOT.rglob("*.py"):
@@ -47,7 +45,7 @@ PICKLES = {
 
 
 @pytest.mark.once
-def test_who_knows_pickle_and_that_torch_loads_weights_only() -> None:
+def test_who_knows_pickle_and_that_torch_loads_weights_only():
     for path in ROOT.rglob("*.py"):
         tree = ast.parse(path.read_text())
         names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
@@ -63,7 +61,7 @@ def test_who_knows_pickle_and_that_torch_loads_weights_only() -> None:
                 assert given.get("weights_only") == "True" or given.get("allow_pickle", "False") == "False", path
 
 
-def _is_pickle(node: ast.expr) -> bool:
+def _is_pickle(node):
     return isinstance(node, ast.Name) and node.id == "pickle"
 
 
@@ -100,38 +98,53 @@ SOCKETS = """
 """
 
 
-@pytest.mark.once
-def test_no_socket_of_ours_listens_beyond_this_node() -> None:
-    job = mpirun(2, code=SOCKETS)
-    assert job.status == 0, job.err
-    assert job.out.count("done") == job.out.count("init() opened 0\n") == 2, job.out
-    assert "ok tcp" in job.out  # gloo's
-    assert "OPEN" not in job.out, job.out
+# Of other backends, and of those that torch makes beside each with DETAIL.
+DETAIL = """
+    import torch.distributed as dist
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    dist.set_debug_level_from_env()
+    for start in (hd.init, lambda: hd.init(backend="gloo"), lambda: dist.init_process_group("mpi")):
+        hd.finalize()
+        MPI.COMM_WORLD.Barrier()
+        before = listening()
+        start()
+        hd.concat(torch.ones(9), route="gloo")
+        dist.all_reduce(torch.ones(9), group=dist.new_group(backend="gloo"))
+        dist.barrier()
+        found = {address.split(":")[0] for _, address in listening() - before}
+        os.write(1, f"found {found}\\n".encode())
+        dist.barrier()
+    hd.finalize()
+    dist.set_debug_level(dist.DebugLevel.OFF)
+"""
+STAGING = """
+    import os, stat, torch, hpcdist as hd
+    from hpcdist.routes import hdf5_files
+    world = hd.init()
+    seen = []
+    check = hdf5_files._check_visible
+    def look(place):
+        folder = os.path.dirname(os.path.realpath(place.path))
+        seen.append([stat.S_IMODE(os.stat(path).st_mode) for path in (place.path, folder)])
+        check(place)
+    hdf5_files._check_visible = look
+    os.umask(0)
+    hd.concat(torch.ones(3), route="hdf5")
+    print(world.staging, *map(oct, seen[0])) if world.rank == 0 else None
+"""
 
 
 @pytest.mark.once
-def test_route_hdf5_stages_in_a_folder_of_the_users(tmp_path: Path) -> None:
-    code = """
-        import os, stat, torch, hpcdist as hd
-        from hpcdist.routes import hdf5_files
-        world = hd.init()
-        seen = []
-        check = hdf5_files._check_visible
-        def look(place):
-            folder = os.path.dirname(os.path.realpath(place.path))
-            seen.append([stat.S_IMODE(os.stat(path).st_mode) for path in (place.path, folder)])
-            check(place)
-        hdf5_files._check_visible = look
-        os.umask(0)
-        hd.concat(torch.ones(3), route="hdf5")
-        print(world.staging, *map(oct, seen[0])) if world.rank == 0 else None
-    """
-    job = mpirun(2, code=code, env={"TMPDIR": str(tmp_path)})
-    assert job.status == 0, job.err
-    assert job.out.split() == [str(tmp_path / f"hpcdist-{os.getuid()}"), "0o600", "0o700"]
+def test_no_socket_of_ours_listens_beyond_this_node_and_route_hdf5_has_a_folder_of_the_users(tmp_path):
+    sockets, staging = commands(2, ["-c", SOCKETS + DETAIL], ["-c", STAGING], env={"TMPDIR": str(tmp_path)})
+    assert sockets.out.count("done") == sockets.out.count("init() opened 0\n") == 2, sockets
+    assert "ok tcp" in sockets.out  # gloo's
+    assert sockets.out.count("found {'0100007F'}\n") == 6, sockets.out
+    assert "OPEN" not in sockets.out, sockets.out
+    assert staging.out.split() == [str(tmp_path / f"hpcdist-{os.getuid()}"), "0o600", "0o700"]
 
 
-def test_a_folder_that_somebody_else_has_prepared_is_not_used(tmp_path: Path) -> None:
+def test_a_folder_that_somebody_else_has_prepared_is_not_used(tmp_path):
     mine = tmp_path / f"hpcdist-{os.getuid()}"
     assert private_folder(str(tmp_path)) == str(mine)
     assert stat.S_IMODE(mine.stat().st_mode) == 0o700
@@ -144,7 +157,7 @@ def test_a_folder_that_somebody_else_has_prepared_is_not_used(tmp_path: Path) ->
     assert private_folder(str(tmp_path / "missing")) == str(tmp_path / "missing")
 
 
-def test_sizes_are_bounded_before_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_are_bounded_before_memory_is_taken(monkeypatch):
     from mpi4py import MPI
 
     monkeypatch.setattr(objects, "_MOST", 100)

@@ -3,9 +3,8 @@
 recorded.py WHAT [FOLDER]
 """
 
-from __future__ import annotations
-
 import os
+import re
 import shutil
 import signal
 import sys
@@ -16,12 +15,13 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 import hpcdist as hd
+from hpcdist import activity
 from hpcdist.activity import recording
 
 ROUNDS = 3
 
 
-def calls(rank: int, size: int) -> None:
+def calls(rank, size):
     for _ in range(ROUNDS):
         hd.concat(torch.ones(rank + 1, 2))
     hd.concat(torch.ones(100_000))
@@ -47,7 +47,7 @@ def calls(rank: int, size: int) -> None:
         hd.concat(torch.ones(1))
 
 
-def lose(folder: str) -> None:
+def lose(folder):
     """Remove the folder while the job runs."""
     hd.concat(torch.ones(1))
     if hd.current().rank == 0:
@@ -55,18 +55,43 @@ def lose(folder: str) -> None:
     hd.concat(torch.ones(1))
 
 
-def many(rank: int, size: int) -> None:
+def many(rank, size):
     for i in range(recording.ROWS + 100):
         hd.concat(torch.ones(i // recording.ROWS + 1))
 
 
-def late(rank: int, size: int) -> None:
+def late(rank, size):
     hd.concat(torch.ones(1))
     time.sleep(rank)
     hd.concat(torch.ones(1))
 
 
-def main(what: str, folder: str | None = None) -> None:
+def refusals():
+    """Without a folder nothing is recorded; one that cannot be written is an error on all ranks."""
+    rank = MPI.COMM_WORLD.rank
+    with hd.init():
+        hd.concat(torch.ones(1))
+        assert activity.thread_records[0].keep is recording.current is None
+    for ranks, wrong, text in (
+        ((1,), "file/x", "rank 1: (FileExists|NotADirectory)Error"),
+        ((0, 1), "/proc/x", "/proc/x"),
+        ((1,), 5, "rank 1: trace must be a folder, got int"),
+        ((0,), None, "trace is"),
+    ):
+        try:
+            hd.init(trace=wrong if rank in ranks else "good")
+        except hd.RankError as error:
+            assert re.search(text, str(error)), error  # noqa: PT017
+        else:
+            raise AssertionError(text)
+    with hd.init(trace="good"):
+        try:
+            hd.init(trace="other")
+        except ValueError:
+            os.write(1, b"refused\n")
+
+
+def main(what, folder=None):
     if what == "worlds":  # one after the other: of calls, of too many or late ones, and one whose folder is lost
         rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
         for step in (calls, late if size > 1 else many):
@@ -75,6 +100,8 @@ def main(what: str, folder: str | None = None) -> None:
         with hd.init(trace=f"{folder}-lost"):
             lose(f"{folder}-lost")
         return
+    if "lost" in what:
+        refusals()
     world = hd.init(trace=folder, timeout=3 if "hang" in what else None)
     hd.concat(torch.ones(1))
     if folder and "lost" in what:

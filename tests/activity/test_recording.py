@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,26 +34,26 @@ class Trace(NamedTuple):
     header: dict[str, Any]
     rows: list[Row]
 
-    def named(self, name: str) -> list[Row]:
+    def named(self, name):
         return [row for row in self.rows if row.name == name]
 
 
-def read(path: Path) -> Trace:
+def read(path):
     header, *rows = map(json.loads, path.read_text().splitlines())
     return Trace(header, [Row(*header["calls"][call], *rest) for call, *rest in rows])
 
 
-def traces(folder: Path) -> list[Trace]:
+def traces(folder):
     """By job, in the order in which they began, and rank."""
     found = [read(path) for path in folder.glob("*.jsonl") if path.stat().st_size]
-    began: dict[str, int] = {}
+    began = {}
     for trace in found:
         began[trace.header["job"]] = min(trace.rows[0].begin, began.get(trace.header["job"], trace.rows[0].begin))
     return sorted(found, key=lambda trace: (began[trace.header["job"]], trace.header["rank"]))
 
 
-@pytest.mark.parametrize("np", [1, 3])
-def test_each_call_is_a_row_that_all_ranks_find_again(np: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("np", [pytest.param(1, marks=pytest.mark.once), 3])
+def test_each_call_is_a_row_that_all_ranks_find_again(np, tmp_path):
     """Of several worlds in one folder, and of one whose folder is lost, which does not hold up the end."""
     job = mpirun(np, str(PROGRAM), "worlds", str(tmp_path / "new" / "folder"))
     assert job.status == 0, job.err
@@ -83,7 +82,7 @@ def test_each_call_is_a_row_that_all_ranks_find_again(np: int, tmp_path: Path) -
         assert ends == sorted(ends, key=lambda end: end or 0)
         assert trace.rows[-1].name == "finalize"
     # One collective is one pair (group, number), on exactly the ranks of the group; its calls overlap on the clock.
-    everywhere: dict[tuple[int, int], dict[int, Row]] = {}
+    everywhere = {}
     for rank, trace in enumerate(found):
         for row in trace.rows:
             if row.number > 0:
@@ -111,8 +110,9 @@ def test_each_call_is_a_row_that_all_ranks_find_again(np: int, tmp_path: Path) -
         assert (last.nbytes, last.number) == (8, recording.ROWS + 100)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("what", ["hang", "error", "dead"])
-def test_a_job_that_is_ended_leaves_its_traces(what: str, tmp_path: Path) -> None:
+def test_a_job_that_is_ended_leaves_its_traces(what, tmp_path):
     """In the folder that a variable names."""
     job = mpirun(2, str(PROGRAM), what, cwd=tmp_path, env={"HPCDIST_TRACE": "here"})
     assert job.status != 0
@@ -128,66 +128,29 @@ def test_a_job_that_is_ended_leaves_its_traces(what: str, tmp_path: Path) -> Non
         assert [row.end is None for row in found[1].named("concat")] == [False]
 
 
-def test_a_folder_that_is_lost_leaves_the_table_of_a_hang(tmp_path: Path) -> None:
-    job = mpirun(2, str(PROGRAM), "lost in a hang", str(tmp_path / "trace"))
-    assert job.status != 0
-    assert "has waited for" in job.err and "the trace of this rank is not complete" in job.err, job.err
-
-
-def test_no_folder_and_one_that_cannot_be_written(tmp_path: Path) -> None:
-    """Without one nothing is recorded; the other is an error on all ranks."""
+@pytest.mark.once
+def test_folders_that_are_refused_or_lost(tmp_path):
+    """The table of a hang is printed still."""
     (tmp_path / "file").touch()
-    job = mpirun(
-        2,
-        code="""
-        import torch, hpcdist as hd
-        from hpcdist import activity
-        from hpcdist.activity import recording
-        from mpi4py import MPI
-        rank = MPI.COMM_WORLD.rank
-        with hd.init():
-            hd.concat(torch.ones(1))
-            print("nothing is recorded", activity.thread_records[0].keep is recording.current is None)
-        for ranks, wrong in [((1,), "file/x"), ((0, 1), "/proc/x"), ((1,), 5), ((0,), None)]:
-            try: hd.init(trace=wrong if rank in ranks else "good")
-            except hd.RankError as error: print("\\n".join(str(error).splitlines()[:3]))
-            else: print("no error")
-        hd.init(trace="good")
-        try: hd.init(trace="other")
-        except ValueError: print("a second folder")
-        """,
-        cwd=tmp_path,
-    )
-    assert job.status == 0, job.err
-    lines = job.out.splitlines()
-    for text, count in (
-        ("no error", 0),
-        ("nothing is recorded True", 2),
-        ("rank 1: (FileExists|NotADirectory)Error", 2),
-        ("/proc/x", 4),
-        ("rank 1: trace must be a folder, got int", 2),
-        ("trace is", 2),
-        ("a second folder", 2),
-    ):
-        assert len([line for line in lines if re.search(text, line)]) == count, (text, lines)
+    job = mpirun(2, str(PROGRAM), "lost in a hang", str(tmp_path / "trace"), cwd=tmp_path)
+    assert job.status != 0 and job.out.count("refused\n") == 2, job
+    assert "has waited for" in job.err and "the trace of this rank is not complete" in job.err, job.err
 
 
 class Work:
     """A handle of torch that is done when told."""
 
-    def __init__(self) -> None:
-        self.future: torch.futures.Future[None] = torch.futures.Future()
+    def __init__(self):
+        self.future = torch.futures.Future()
 
-    def get_future(self) -> torch.futures.Future[None]:
+    def get_future(self):
         return self.future
 
-    def is_completed(self) -> bool:
+    def is_completed(self):
         return self.future.done()
 
 
-def test_a_call_that_torch_runs_in_the_background_ends_with_its_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_torch_runs_in_the_background_ends_with_its_work(tmp_path, monkeypatch):
     recording.start(os.fspath(tmp_path), "job", 0, 1)
     assert recording.current is not None
     activity.start(SharedRecord(1))
@@ -215,7 +178,7 @@ def test_a_call_that_torch_runs_in_the_background_ends_with_its_work(
         activity.start(None)
 
 
-def test_drift_between_the_start_and_the_end_is_divided_evenly(tmp_path: Path) -> None:
+def test_drift_between_the_start_and_the_end_is_divided_evenly(tmp_path):
     """The clock of this rank loses 100 ns of each 1000: in the middle it is half of that behind."""
     made = recording.Recording(os.fspath(tmp_path), "job", 1, 2)
     made.clocks = [recording.Clock(1000, 5000, 7, 40_000), recording.Clock(2000, 5100, 9, 41_000)]

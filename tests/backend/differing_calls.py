@@ -1,9 +1,6 @@
 """A job whose ranks call differently: the test sets TORCH_DISTRIBUTED_DEBUG."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -15,7 +12,7 @@ rank, size = dist.get_rank(), dist.get_world_size()
 odd = rank == 1
 
 
-def refused(call: Callable[[], object], text: str) -> None:
+def refused(call, text):
     """On every rank: in this package's words, or in torch's own, which compares from 2.14 on."""
     try:
         call()

@@ -1,34 +1,61 @@
 """A job that calls torch.distributed alone: ``process_groups.py CASE``."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from mpi4py import MPI
 
 import hpcdist as hd
 
 LIMIT = timedelta(seconds=float(os.environ.get("LIMIT", "60")))
 
 
-def init() -> None:
+def init():
     global rank, size, x
     dist.init_process_group("mpi", timeout=LIMIT)
     rank, size = dist.get_rank(), dist.get_world_size()
     x = torch.full((3,), float(rank))
 
 
-def step() -> None:
+def step():
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
     model(torch.ones(2, 3)).sum().backward()
 
 
-def worlds() -> None:
+def refused(text, backend="mpi", **options):
+    try:
+        dist.init_process_group(backend, **options)
+    except Exception as error:
+        assert text in str(error), error  # noqa: PT017
+    else:
+        raise AssertionError(text)
+
+
+def told():
+    """By arguments and in the environment, which must agree with MPI; the import alone leaves torch's other backends
+    alone."""
+    os.environ["RANK"] = "0"
+    refused("WORLD_SIZE expected")
+    del os.environ["RANK"]
+    if size == 1:  # without a launcher or a world, an error of torch's, unless this backend is named
+        for backend in ("gloo", None):
+            refused("environment variable RANK expected, but not set", backend)
+    else:
+        dist.init_process_group("gloo")
+        dist.destroy_process_group()
+    refused(f"rank 0 of 7, but MPI has rank {rank} of {size}", store=dist.HashStore(), rank=0, world_size=7)
+    refused(f"rank {rank} of 7, but MPI has rank {rank} of {size}", rank=rank, world_size=7)
+    dist.init_process_group("mpi", rank=rank, world_size=size)  # as scripts do that read the launcher's variables
+    dist.barrier()
+    assert (dist.get_backend(), dist.get_world_size()) == ("mpi", size)
+    dist.destroy_process_group()
+
+
+def worlds():
     """Begun by torch's own function and by init(), over MPI and gloo; all is left as it is at the end."""
     for begin, name in ((hd.init, "mpi"), (lambda: hd.init(backend="gloo"), "gloo"), (init, "mpi")):
         begin()
@@ -55,35 +82,39 @@ def worlds() -> None:
         dist.irecv(x.clone(), (rank - 1) % size)
 
 
-def call(asynchronous: bool) -> None:
+def call(asynchronous):
     opts = dist.AllreduceOptions()
     opts.timeout, opts.asyncOp = timedelta(seconds=1), asynchronous
-    late(lambda: dist.group.WORLD.allreduce([x], opts).wait())
+    if asynchronous:
+        dist.group.WORLD.allreduce([x], opts).wait()
+    dist.group.WORLD.allreduce([x], opts)
 
 
-def late(*steps: Callable[[], object]) -> None:
+def late(*steps):
     """Each rank but 1, which does not come, makes another call."""
     if rank == 1:
         time.sleep(1000)
-    steps[rank // 2]()
+    steps[max(0, rank - 1)]()
 
 
-def hung() -> None:
+def hung():
+    """By the deadline of the job."""
     step()
-    late(step, lambda: dist.recv(x, 1))
-
-
-def group_timeout() -> None:
-    group = dist.new_group(timeout=timedelta(seconds=1))
-    late(lambda: dist.all_reduce(x, group=group, async_op=True).wait())
-
-
-def world_timeout() -> None:
     group = dist.new_group()
-    late(lambda: dist.all_reduce(x, group=group))
+    late(step, lambda: dist.recv(x, 1), lambda: dist.all_reduce(x, group=group))
 
 
-def aborted() -> None:
+def timeouts():
+    """Of a group, and of a call."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    late(
+        lambda: dist.all_reduce(x, group=group, async_op=True).wait(),
+        *(lambda: call(False), lambda: call(True)),
+    )
+
+
+def raises():
+    """After a group that is aborted, which waits for nobody."""
     group = dist.new_group()
     if rank == 0:
         work = dist.all_reduce(x, group=group, async_op=True)
@@ -91,17 +122,13 @@ def aborted() -> None:
         group.abort()  # does not wait for the others, which never come
         del work
     dist.barrier()
-    print("survived", flush=True)
-    os._exit(0)
-
-
-def raises() -> None:
+    print("aborted", flush=True)
     if rank == 1:
         raise RuntimeError("a mistake of rank 1")
     dist.barrier()
 
 
-def monitored() -> None:
+def monitored():
     group = dist.group.WORLD
     own = getattr(group, "monitored_barrier", None)
     barrier = own if type(group) is not dist.ProcessGroup else dist.monitored_barrier
@@ -110,8 +137,10 @@ def monitored() -> None:
 
 
 case = sys.argv[1]
-init()
 if case == "worlds":
-    dist.destroy_process_group()
-eval(case if ")" in case else f"{case}()")
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    told()
+else:
+    init()
+globals()[case]()
 print("survived", flush=True)

@@ -1,9 +1,6 @@
 """Ranks whose calls differ: the same error on all of them, before data move, and the job goes on."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
 
@@ -12,26 +9,24 @@ import torch
 import torch.distributed as dist
 from collective import assert_on_all_ranks, raises_on_all_ranks
 from launch import mpirun
-from torch import Tensor
 
-import hpcdist as hd
 from hpcdist.errors import RankError
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 PROGRAM = str(Path(__file__).with_name("differing_calls.py"))
 SIZES = [1, 2**14]  # elements: 64 KiB of float32, which MPI sends when the receiver is there
-OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+OTHERS = {
     "size": lambda x: torch.ones(len(x) + 1),
     "dtype": lambda x: x.to(torch.float64),
     "dtype of the same width": lambda x: x.to(torch.int32),
 }
 
 
-def _lists(x: Tensor) -> list[Tensor]:
+def _lists(x):
     return [torch.empty_like(x) for _ in range(dist.get_world_size())]
 
 
-def _at_root(x: Tensor, root: int) -> list[Tensor] | None:
+def _at_root(x, root):
     return _lists(x) if dist.get_rank() == root else None
 
 
@@ -39,11 +34,11 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _whole(x: Tensor) -> Tensor:
+def _whole(x):
     return x.repeat(dist.get_world_size())
 
 
-CALLS: dict[str, Callable[[Tensor], object]] = {
+CALLS = {
     "all_reduce": dist.all_reduce,
     "all_reduce with async_op": lambda x: dist.all_reduce(x, async_op=True).wait(),
     "broadcast": lambda x: dist.broadcast(x, 0),
@@ -59,13 +54,13 @@ CALLS: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-def _goes_on(world: hd.World) -> None:
+def _goes_on(world):
     y = torch.full((5,), float(world.rank))
     dist.all_reduce(y)
     assert_on_all_ranks(world.comm, y.tolist() == [sum(range(world.world_size))] * 5, y)
 
 
-def _refused(world: hd.World, call: Callable[[], object]) -> str:
+def _refused(world, call):
     error = raises_on_all_ranks(world.comm, RankError, call)
     assert error.codes == ["HD301"]
     _goes_on(world)
@@ -74,7 +69,7 @@ def _refused(world: hd.World, call: Callable[[], object]) -> str:
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("verb", CALLS)
-def test_sizes_and_dtypes(verb: str, world: hd.World) -> None:
+def test_sizes_and_dtypes(verb, world):
     last = world.world_size - 1
     for n in SIZES:
         x = torch.ones(n)
@@ -89,7 +84,7 @@ def test_sizes_and_dtypes(verb: str, world: hd.World) -> None:
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("n", SIZES)
-def test_every_two_operations(n: int, world: hd.World) -> None:
+def test_every_two_operations(n, world):
     verbs = [verb for verb in CALLS if "async" not in verb] + ["barrier"]
     for one, another in permutations(verbs, 2):
         mine = another if world.rank == 1 else one
@@ -103,7 +98,7 @@ def test_every_two_operations(n: int, world: hd.World) -> None:
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("n", SIZES)
-def test_operations_and_roots(n: int, world: hd.World) -> None:
+def test_operations_and_roots(n, world):
     x, odd = torch.ones(n), world.rank == 1
     op = dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM
     assert f"rank 1: is in all_reduce() of {n} x torch.float32, MAX at " in _refused(
@@ -118,7 +113,7 @@ def test_operations_and_roots(n: int, world: hd.World) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_sizes_of_every_pair_of_ranks(world: hd.World) -> None:
+def test_sizes_of_every_pair_of_ranks(world):
     """One of them is not right, also where the sums of all are the same: see test_operations.py for right ones."""
     rank, size = world.rank, world.world_size
     splits = [[1 + (source + dest) % 3 for dest in range(size)] for source in range(size)]
@@ -133,7 +128,7 @@ def test_sizes_of_every_pair_of_ranks(world: hd.World) -> None:
 
 
 @pytest.mark.mpi(min_size=3)
-def test_ranks_are_those_of_the_group_which_is_named(world: hd.World) -> None:
+def test_ranks_are_those_of_the_group_which_is_named(world):
     ranks = [0, world.world_size - 1]
     group = dist.new_group(ranks)
     named = f"; in the group of world ranks 0, {ranks[1]} [HD301]"
@@ -147,7 +142,7 @@ def test_ranks_are_those_of_the_group_which_is_named(world: hd.World) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_long_list_is_shown_where_it_differs(world: hd.World) -> None:
+def test_a_long_list_is_shown_where_it_differs(world):
     xs = [torch.ones(2) for _ in range(50)]
     if world.rank == 1:
         xs[40] = torch.ones(3)
@@ -156,14 +151,14 @@ def test_a_long_list_is_shown_where_it_differs(world: hd.World) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_threads_that_call_in_different_order(world: hd.World) -> None:
+def test_threads_that_call_in_different_order(world):
     group = dist.new_group()
     calls = [lambda: dist.all_reduce(torch.ones(3), group=group), lambda: dist.broadcast(torch.ones(4), 0, group)]
-    said: list[str] = []
+    said = []
 
     ended = [threading.Event(), threading.Event()]
 
-    def call(number: int) -> None:
+    def call(number):
         try:
             calls[number]()
         except RankError as error:
@@ -182,7 +177,7 @@ def test_threads_that_call_in_different_order(world: hd.World) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_result_needs_a_place_for_each_element(world: hd.World) -> None:
+def test_a_result_needs_a_place_for_each_element(world):
     for call in (lambda x: dist.all_reduce(x), lambda x: dist.all_gather([x] * world.world_size, torch.ones(4))):
         with pytest.raises(ValueError, match=r"lie in one place, as from expand"):
             call(torch.zeros(1).expand(4))
@@ -192,7 +187,7 @@ def test_a_result_needs_a_place_for_each_element(world: hd.World) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_what_a_rank_does_not_write_needs_none(world: hd.World) -> None:
+def test_what_a_rank_does_not_write_needs_none(world):
     size = world.world_size
     for root in range(size):
         one, whole = torch.full((1,), 1.0 + world.rank), torch.full((4,), 1.0 + world.rank)
@@ -205,7 +200,7 @@ def test_what_a_rank_does_not_write_needs_none(world: hd.World) -> None:
 
 
 @pytest.mark.once
-def test_also_in_torchs_own_wrapper() -> None:
+def test_also_in_torchs_own_wrapper():
     job = mpirun(3, PROGRAM, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
     assert job.status == 0, job.err
     assert job.out.count("survived") == 3

@@ -1,17 +1,12 @@
 """The operations of backend "mpi" beyond those in tests/collectives/test_primitives.py, against plain computation."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import partial, reduce
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import copy_of, whole_of
-from collective import Findings, assert_on_all_ranks
-from torch import Tensor
+from collective import assert_on_all_ranks
 
 import hpcdist as hd
 from hpcdist.backend import collectives
@@ -23,7 +18,7 @@ EVERY_DTYPE = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.bool),
 ]
-OPS: dict[str, Callable[[Tensor], Tensor]] = {
+OPS = {
     "SUM": lambda x: x.sum(0),
     "AVG": lambda x: x.sum(0) / x.shape[0],
     "PRODUCT": lambda x: x.prod(0),
@@ -36,7 +31,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 @pytest.fixture(params=["whole", "in pieces"], autouse=True)
-def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def sizes(request, monkeypatch):
     """Everything twice: as it is, and with limits so low that small tensors go the way of large ones."""
     if request.param == "in pieces":
         monkeypatch.setattr(limits, "PIECE", 64)
@@ -44,14 +39,14 @@ def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
             monkeypatch.setattr(collectives, name, limit)
 
 
-def values(size: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def values(size, shape, dtype):
     """What each of `size` ranks has: small whole numbers, exact in every dtype, that depend on rank and place."""
     count = torch.Size(shape).numel()
     found = (torch.arange(count)[None] * 3 + torch.arange(size)[:, None] * 5) % 4 + 1
     return (found % 2 if dtype == torch.bool else found).to(dtype).view(size, *shape)
 
 
-def strided(x: Tensor) -> Tensor:
+def strided(x):
     """The same values, every second element of larger memory."""
     room = torch.zeros(*x.shape, 2, dtype=x.dtype)
     room[..., 0] = x
@@ -59,9 +54,8 @@ def strided(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_every_reduction_of_every_dtype(name: str, world: hd.World) -> None:
+def test_every_reduction_of_every_dtype(name, world, findings):
     op, fold = getattr(dist.ReduceOp, name), OPS[name]
-    findings = Findings(world.comm)
     for dtype in EVERY_DTYPE:
         if dtype.is_complex or dtype in (torch.float8_e4m3fn, torch.uint16, torch.bool):
             continue
@@ -76,22 +70,18 @@ def test_every_reduction_of_every_dtype(name: str, world: hd.World) -> None:
             for x in (every[world.rank].clone(), strided(every[world.rank])):
                 dist.all_reduce(x, op)
                 findings.same(x.clone(), expected, f"{name} {dtype} {shape}")
-    findings.settle()
 
 
-def test_sums_of_narrow_floats_are_added_up_in_float32(world: hd.World) -> None:
-    findings = Findings(world.comm)
+def test_sums_of_narrow_floats_are_added_up_in_float32(world, findings):
     for dtype, most in ((torch.bfloat16, 256.0), (torch.float16, 2048.0)):
         x = torch.full((50,), most if world.rank == 0 else 1.0, dtype=dtype)
         dist.all_reduce(x)
         # Added one after the other in `dtype`, each 1 would be lost.
         expected = torch.full((50,), most + world.world_size - 1).to(dtype)
         findings.same(x, expected, dtype)
-    findings.settle()
 
 
-def test_booleans_and_premul_sum(world: hd.World) -> None:
-    findings = Findings(world.comm)
+def test_booleans_and_premul_sum(world, findings):
     only = torch.tensor([world.rank == 0, True, False])
     for op, expected in (
         ("SUM", True),
@@ -105,12 +95,10 @@ def test_booleans_and_premul_sum(world: hd.World) -> None:
     x = torch.arange(5.0) + world.rank
     dist.all_reduce(x, dist._make_nccl_premul_sum(0.5))
     findings.same(x, 0.5 * sum(torch.arange(5.0) + rank for rank in range(world.world_size)), "premul_sum")
-    findings.settle()
 
 
-def test_all_ranks_get_the_same_bits(world: hd.World) -> None:
+def test_all_ranks_get_the_same_bits(world, findings):
     """Of sums that depend on the order, and of what has several representations: zeros and NaN."""
-    findings = Findings(world.comm)
     torch.manual_seed(world.rank)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         for count in (1, 7, 1000):
@@ -120,11 +108,9 @@ def test_all_ranks_get_the_same_bits(world: hd.World) -> None:
                 dist.all_reduce(x, op)
                 bits = x.view(torch.uint8).numpy().tobytes()
                 findings.check(len(set(world.comm.allgather(bits))) == 1, f"{op} {dtype} {count}")
-    findings.settle()
 
 
-def test_moves_of_every_dtype_uneven_and_strided(world: hd.World) -> None:
-    findings = Findings(world.comm)
+def test_moves_of_every_dtype_uneven_and_strided(world, findings):
     rank, size = world.rank, world.world_size
     sizes = [3 * i % 5 for i in range(size)]
     for dtype in EVERY_DTYPE:
@@ -149,14 +135,12 @@ def test_moves_of_every_dtype_uneven_and_strided(world: hd.World) -> None:
         all_gather_single(out, x)
         expected = torch.cat([whole_of((2, 3), dtype, i).view(torch.uint8) for i in range(size)])
         findings.same(out.view(torch.uint8), expected, f"all_gather_single {dtype}")
-    findings.settle()
 
 
-def test_all_to_all_uneven(world: hd.World) -> None:
-    findings = Findings(world.comm)
+def test_all_to_all_uneven(world, findings):
     rank, size = world.rank, world.world_size
 
-    def part(source: int, dest: int) -> Tensor:
+    def part(source, dest):
         return whole_of(((source + 2 * dest) % 3, 2), torch.float32, 10 * source + dest)
 
     outs = [torch.zeros_like(part(i, rank)) for i in range(size)]
@@ -172,11 +156,9 @@ def test_all_to_all_uneven(world: hd.World) -> None:
     out = torch.zeros_like(x)
     dist.all_to_all_single(out, x)
     findings.same(out, torch.stack([torch.arange(2.0) + 2 * rank + 100 * i for i in range(size)]), "equal parts")
-    findings.settle()
 
 
-def test_reduce_scatter_uneven_and_coalesced(world: hd.World) -> None:
-    findings = Findings(world.comm)
+def test_reduce_scatter_uneven_and_coalesced(world, findings):
     rank, size = world.rank, world.world_size
     sizes = [1 + 2 * i % 3 for i in range(size)]
     every = [[torch.arange(float(n)) + 10 * source + dest for dest, n in enumerate(sizes)] for source in range(size)]
@@ -198,11 +180,9 @@ def test_reduce_scatter_uneven_and_coalesced(world: hd.World) -> None:
             dist.all_reduce(x)
     for n, x in zip((1, 4), xs, strict=True):
         findings.same(x, torch.full((n,), float(sum(i + n for i in range(size)))), "all_reduce coalesced")
-    findings.settle()
 
 
-def test_messages(world: hd.World) -> None:
-    findings = Findings(world.comm)
+def test_messages(world, findings):
     rank, size = world.rank, world.world_size
     if size > 1:
         after, before = (rank + 1) % size, (rank - 1) % size
@@ -216,7 +196,7 @@ def test_messages(world: hd.World) -> None:
         dist.recv(second, before, tag=2)
         dist.recv(first, before, tag=1)
         for work in works:
-            work.wait()  # type: ignore[union-attr]
+            work.wait()
         findings.same(second, torch.full((3,), 10.0 * before + 2), "tag 2")
         findings.same(first, torch.full((3,), 10.0 * before + 1), "tag 1")
         if rank == 0:
@@ -230,22 +210,18 @@ def test_messages(world: hd.World) -> None:
         else:
             dist.send(torch.full((50,), float(rank)), 0)
     findings.check(True, "")
-    findings.settle()
 
 
-def test_a_message_of_another_size_is_an_error(world: hd.World) -> None:
-    findings = Findings(world.comm)
+def test_a_message_of_another_size_is_an_error(world, findings):
     if world.rank == 1:
         dist.send(torch.ones(3), 0)
     elif world.rank == 0 and world.world_size > 1:
         with pytest.raises(RuntimeError, match=r"rank 1 has sent 12 bytes, where the tensor has 20"):
             dist.recv(torch.zeros(5), 1)
     findings.check(True, "")
-    findings.settle()
 
 
-def test_groups(world: hd.World) -> None:
-    findings = Findings(world.comm)
+def test_groups(world, findings):
     rank, size = world.rank, world.world_size
     for ranks in ([size - 1], list(range(size))[::-1], list(range(0, size, 2))):
         group = dist.new_group(ranks)
@@ -257,10 +233,9 @@ def test_groups(world: hd.World) -> None:
             findings.same(x, torch.tensor([ranks[0]]), f"root of group {ranks}")
             findings.check(hd.concat(torch.tensor([rank]), group=group).tolist() == sorted(ranks), "verb in that group")
             dist.destroy_process_group(group)
-    findings.settle()
 
 
-def test_broadcasts_that_follow_each_other(world: hd.World) -> None:
+def test_broadcasts_that_follow_each_other(world):
     """The ranks use the same memory for each: a root that is early must not write what another rank still reads."""
     wrong = []
     for turn in range(60):
@@ -273,10 +248,10 @@ def test_broadcasts_that_follow_each_other(world: hd.World) -> None:
     assert_on_all_ranks(world.comm, not wrong, f"wrong in turns {wrong}")
 
 
-def test_what_is_wrong_on_this_rank_raises_here(world: hd.World) -> None:
+def test_what_is_wrong_on_this_rank_raises_here(world):
     size = world.world_size
     x = torch.ones(2)
-    wrong: list[Callable[[], Any]] = [
+    wrong = [
         lambda: dist.all_gather([x] * (size + 1), x),
         lambda: all_gather_single(torch.ones(2 * size + 1), x),
         lambda: all_gather_single(torch.ones(2 * size, dtype=torch.int32), x),

@@ -1,22 +1,19 @@
 """Asynchronous calls of backend "mpi": in their order, at the same time as other work, with their errors."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from collective import Findings, assert_on_all_ranks
+from collective import assert_on_all_ranks
 
-import hpcdist as hd
 from hpcdist.backend import works
 from hpcdist.comm.worker import Worker
 
 pytestmark = pytest.mark.mpi
 
 
-def test_calls_are_done_in_their_order(world: hd.World) -> None:
+def test_calls_are_done_in_their_order(world):
     """Each is a step of one computation, which another order would change."""
     size = world.world_size
     x, expected = torch.ones(100), torch.ones(100)
@@ -35,7 +32,7 @@ def test_calls_are_done_in_their_order(world: hd.World) -> None:
     assert all(handle.is_completed() and handle.is_success() for handle in handles)
 
 
-def test_a_call_goes_on_while_the_program_does_something_else(world: hd.World) -> None:
+def test_a_call_goes_on_while_the_program_does_something_else(world):
     if world.world_size == 1:
         return
     x, other = torch.ones(3), torch.zeros(3)
@@ -50,26 +47,24 @@ def test_a_call_goes_on_while_the_program_does_something_else(world: hd.World) -
     assert_on_all_ranks(world.comm, x.tolist() == [world.world_size] * 3, x)
 
 
-def test_futures_and_results(world: hd.World) -> None:
-    findings = Findings(world.comm)
+def test_futures_and_results(world, findings):
     x = torch.full((4,), float(world.rank))
     work = dist.all_reduce(x, async_op=True)
     halved = work.get_future().then(lambda future: future.value()[0] / 2)
     total = torch.full((4,), float(sum(range(world.world_size))))
     findings.same(halved.wait(), total / 2, "then()")
     findings.same(work.result()[0], total, "result()")
-    findings.settle()
 
 
-def test_an_error_reaches_who_waits(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_reaches_who_waits(world, monkeypatch):
     class Team:
         number, size, begun = 0, 1, 0  # of more ranks, the job would end
         worker = Worker("test")
 
-    def fail(team: object) -> None:
+    def fail(team):
         raise OSError("no such wire")
 
-    work = works.Queued("all_reduce", Team(), None, [], fail, (), [])  # type: ignore[arg-type]
+    work = works.Queued("all_reduce", Team(), None, [], fail, (), [])
     with pytest.raises(OSError, match="no such wire"):
         work.wait()
     assert work.is_completed() and not work.is_success() and isinstance(work.exception(), OSError)
@@ -77,7 +72,7 @@ def test_an_error_reaches_who_waits(world: hd.World, monkeypatch: pytest.MonkeyP
         work.get_future().wait()
 
 
-def test_wait_has_a_time_limit(world: hd.World) -> None:
+def test_wait_has_a_time_limit(world):
     if world.world_size == 1:
         return
     world.comm.Barrier()
@@ -88,10 +83,10 @@ def test_wait_has_a_time_limit(world: hd.World) -> None:
         message = dist.irecv(torch.zeros(2), 1)
         for work in (handle, message):
             with pytest.raises(TimeoutError, match="timed out"):
-                work.wait(timedelta(milliseconds=50))  # type: ignore[union-attr]
+                work.wait(timedelta(milliseconds=50))
         world.comm.Barrier()
         handle.wait()
-        message.wait()  # type: ignore[union-attr]
+        message.wait()
     else:
         world.comm.Barrier()
         time.sleep(0.01)
@@ -100,7 +95,7 @@ def test_wait_has_a_time_limit(world: hd.World) -> None:
             dist.send(torch.ones(2), 0)
 
 
-def test_a_group_may_be_made_while_an_asynchronous_call_waits(world: hd.World) -> None:
+def test_a_group_may_be_made_while_an_asynchronous_call_waits(world):
     """Open MPI makes one communicator at a time: an all_reduce that made one for itself waited for that group."""
     parent = dist.new_group()
     small, large = torch.ones(3), torch.ones(2**20)

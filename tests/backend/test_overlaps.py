@@ -1,17 +1,13 @@
 """Tensors of one call that share memory: the result is that of copies, written in the order of the lists."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 import torch.distributed as dist
-from collective import Findings
 from torch import Tensor
 
-import hpcdist as hd
 from hpcdist.backend import collectives
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -29,7 +25,7 @@ class Draw:
     Of each rank: outputs and inputs, one for each rank; an output and an input with rows of all ranks; two more.
     """
 
-    def __init__(self, world: hd.World, rows: int, turn: int) -> None:
+    def __init__(self, world, rows, turn):
         self.size, self.rank, self.root = world.world_size, world.rank, turn % world.world_size
         self.rows = rows
         choose = random.Random(turn)
@@ -40,57 +36,57 @@ class Draw:
         mine, n = self.places[self.rank], self.size
         self.outs, self.ins, self.whole, self.two = mine[:n], mine[n : 2 * n], mine[2 * n : -2], mine[-2:]
 
-    def at(self, places: Places) -> list[Tensor]:
+    def at(self, places):
         """The tensors at these places of this rank's memory; in a storage of their own, in which torch sees nothing."""
         memory = self.memory.numpy()
         return [torch.from_numpy(memory[int(p[0]) : int(p[-1]) + 1 : int(p[1] - p[0])]) for p in places]
 
-    def one(self, places: Tensor) -> Tensor:
+    def one(self, places):
         return self.at([places])[0]
 
-    def sent(self, number: int) -> list[Tensor]:
+    def sent(self, number):
         """What each rank has in its tensor of that number."""
         return [memory[own[number]] for memory, own in zip(self.before, self.places, strict=True)]
 
     @property
-    def first(self) -> list[Tensor]:
+    def first(self):
         return self.sent(self.size)
 
     @property
-    def mine(self) -> list[Tensor]:
+    def mine(self):
         """Of each rank, the input for this rank."""
         return self.sent(self.size + self.rank)
 
     @property
-    def rows_for_me(self) -> list[Tensor]:
+    def rows_for_me(self):
         return [x.split(self.rows)[self.rank] for x in self.sent(2 * self.size + 1)]
 
-    def if_root(self, x: list[Tensor]) -> list[Tensor] | None:
+    def if_root(self, x):
         return x if self.rank == self.root else None
 
-    def lists(self) -> tuple[Places, list[list[Tensor]]]:
+    def lists(self):
         """Two outputs for each rank."""
         outs = [*self.outs, *reversed(self.outs)]
         return outs, [self.at([outs[i], outs[self.size + i]]) for i in range(self.size)]
 
 
-def _places(choose: random.Random, n: int) -> Tensor:
+def _places(choose, n):
     step = choose.choice([1, 1, 1, 2])
     start = choose.randrange(0, MEMORY - step * n, choose.choice([1, n]))
     return torch.arange(MEMORY)[start : start + step * n : step]
 
 
-def _sum(parts: list[Tensor]) -> Tensor:
+def _sum(parts):
     return torch.stack(parts).sum(0)
 
 
-def _reduce_scatter_coalesced(draw: Draw) -> None:
+def _reduce_scatter_coalesced(draw):
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     backend.reduce_scatter_tensor_coalesced(draw.at(draw.two), [draw.one(draw.whole[1])] * 2).wait()
 
 
 Step = tuple[Callable[[Draw], object], Callable[[Draw], Iterable[Tensor]], Callable[[Draw], Iterable[Tensor]]]
-STEPS: dict[str, Step] = {  # a call, and the places that it writes, in order, and the values
+STEPS = {  # a call, and the places that it writes, in order, and the values
     "all_gather": (
         lambda d: dist.all_gather(d.at(d.outs), d.one(d.ins[0])),
         *(lambda d: d.outs, lambda d: d.first),
@@ -140,10 +136,10 @@ STEPS: dict[str, Step] = {  # a call, and the places that it writes, in order, a
 
 @pytest.mark.parametrize("packed", [None, 0], ids=["small", "as if large"])
 @pytest.mark.parametrize("name", STEPS)
-def test_as_from_copies(name: str, packed: int | None, world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_from_copies(name, packed, world, findings, monkeypatch):
     if packed is not None:
         monkeypatch.setattr(collectives, "PACKED", packed)
-    findings, (call, written, values) = Findings(world.comm), STEPS[name]
+    (call, written, values) = STEPS[name]
     for turn in range(DRAWS):
         draw = Draw(world, 2 + turn % 3, turn)
         expected = draw.memory.clone()
@@ -151,16 +147,14 @@ def test_as_from_copies(name: str, packed: int | None, world: hd.World, monkeypa
         for places, value in zip(written(draw), values(draw), strict=True):
             expected[places] = value
         findings.same(draw.memory, expected, f"draw {turn}: {draw.places[world.rank]}")
-    findings.settle()
 
 
 @pytest.mark.parametrize("count", [3, 2**14, 2**18])
-def test_lists_that_hold_the_input(count: int, world: hd.World) -> None:
+def test_lists_that_hold_the_input(count, world, findings):
     """What people write to save memory: of sizes that MPI sends at once, and that wait for the receiver."""
-    findings = Findings(world.comm)
     rank, size = world.rank, world.world_size
 
-    def of(source: int, dest: int = 0) -> Tensor:
+    def of(source, dest=0):
         return torch.full((count,), float(1 + source + 100 * dest))
 
     for turn in range(10):
@@ -176,18 +170,17 @@ def test_lists_that_hold_the_input(count: int, world: hd.World) -> None:
         outs = [torch.zeros(count)] * size
         dist.all_gather(outs, of(rank))
         findings.same(outs[0], of(size - 1), "all_gather into one tensor: the last one stays")
-    findings.settle()
 
 
-def test_columns_of_one_row_in_place(world: hd.World) -> None:
+def test_columns_of_one_row_in_place(world, findings):
     """Torch keeps the stride of a dim of 1, by which two views of the same memory differ."""
-    findings, rank, size = Findings(world.comm), world.rank, world.world_size
+    rank, size = world.rank, world.world_size
     ranks, mine, is_root = list(range(size)), [rank] * size, rank == 0
 
-    def row(values: list[int]) -> Tensor:
+    def row(values):
         return torch.tensor(values).repeat_interleave(collectives.PACKED)[None]
 
-    calls: dict[str, tuple[Callable[[list[Tensor]], object], list[int], list[int]]] = {
+    calls = {
         "all_gather": (lambda xs: dist.all_gather(xs, xs[rank]), mine, ranks),
         "gather": (lambda xs: dist.gather(xs[rank], xs if is_root else None), mine, ranks if is_root else mine),
         "scatter": (
@@ -204,4 +197,3 @@ def test_columns_of_one_row_in_place(world: hd.World) -> None:
         x = row(before)
         call(list(x.chunk(size, 1)))
         findings.same(x, row(after), name)
-    findings.settle()

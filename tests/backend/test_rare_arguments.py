@@ -1,7 +1,5 @@
 """Arguments that few programs have: each call against plain computation, or its error."""
 
-from __future__ import annotations
-
 import warnings
 from functools import reduce
 from itertools import product
@@ -9,11 +7,10 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from collective import Findings, assert_on_all_ranks
+from collective import assert_on_all_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import hpcdist as hd
 from hpcdist.runtime import registration
 
 pytestmark = pytest.mark.mpi
@@ -22,9 +19,8 @@ UNSIGNED = [torch.uint16, torch.uint32, torch.uint64]
 
 
 @pytest.mark.parametrize("dtype", UNSIGNED)
-def test_unsigned_integers_are_reduced_by_every_operation(dtype: torch.dtype, world: hd.World) -> None:
+def test_unsigned_integers_are_reduced_by_every_operation(dtype, world, findings):
     """torch itself has no arithmetic for them. The highest bit is set: as signed numbers, they would be negative."""
-    findings = Findings(world.comm)
     rank, size, top = world.rank, world.world_size, 2 ** (8 * dtype.itemsize - 1)
     every = [[top + 3 * i, i + 1, top - 1 - i] for i in range(size)]
     columns = list(zip(*every, strict=True))
@@ -42,38 +38,32 @@ def test_unsigned_integers_are_reduced_by_every_operation(dtype: torch.dtype, wo
     x = torch.full((3,), 5, dtype=dtype)
     dist.all_reduce(x, dist.ReduceOp.AVG)
     findings.same(x, torch.full((3,), 5, dtype=dtype), "average")
-    findings.settle()
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32])
 @pytest.mark.parametrize("count", [1, 40, 3000, 300_000])
-def test_sums_of_integers_wrap_around_as_torch_has_it(dtype: torch.dtype, count: int, world: hd.World) -> None:
+def test_sums_of_integers_wrap_around_as_torch_has_it(dtype, count, world, findings):
     """Open MPI 4.1 adds integers of 8 and 16 bits with saturation where the processor can, but not the first 32."""
-    findings = Findings(world.comm)
     most = 2 ** (8 * dtype.itemsize - (dtype.is_signed)) - 1
     total = torch.full((count,), most * world.world_size, dtype=torch.int64)
     x = torch.full((count,), most, dtype=dtype)
     dist.all_reduce(x)
     findings.same(x, total.to(dtype), f"{count} of {dtype}")
-    findings.settle()
 
 
 @pytest.mark.parametrize("count", [3, 2**20])
 @pytest.mark.parametrize("where", ["at the start on all ranks", "in its place on the first rank"])
-def test_what_is_gathered_may_be_a_part_of_the_result(count: int, where: str, world: hd.World) -> None:
-    findings = Findings(world.comm)
+def test_what_is_gathered_may_be_a_part_of_the_result(count, where, world, findings):
     rank, size = world.rank, world.world_size
     out = torch.zeros(size * count)
     x = out[:count] if where.startswith("at") or rank == 0 else torch.zeros(count)
     all_gather_single(out, x.fill_(rank + 1))
     findings.same(out, torch.arange(1.0, size + 1).repeat_interleave(count), where)
-    findings.settle()
 
 
 @pytest.mark.parametrize("count", [2, 5000])
-def test_equal_parts_are_given_as_splits_on_some_ranks(count: int, world: hd.World) -> None:
+def test_equal_parts_are_given_as_splits_on_some_ranks(count, world, findings):
     """None stands for equal splits: each rank may say it as it likes."""
-    findings = Findings(world.comm)
     rank, size = world.rank, world.world_size
     x = torch.arange(size * count) + 10_000 * size * rank
     expected = torch.cat([torch.arange(count) + count * rank + 10_000 * size * i for i in range(size)])
@@ -83,15 +73,13 @@ def test_equal_parts_are_given_as_splits_on_some_ranks(count: int, world: hd.Wor
     findings.same(out, expected, "into another tensor")
     dist.all_to_all_single(x, x, splits, splits)
     findings.same(x, expected, "into the same tensor")
-    findings.settle()
 
 
-def test_tensors_of_inference_mode(world: hd.World) -> None:
+def test_tensors_of_inference_mode(world, findings):
     """torch lets nobody write them outside of that mode, in which the thread of asynchronous calls is not."""
-    findings = Findings(world.comm)
     rank, size = world.rank, world.world_size
 
-    def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def tensor(*shape, dtype=torch.float32):
         with torch.inference_mode():
             return torch.full(shape, rank + 1.0, dtype=dtype)
 
@@ -114,13 +102,12 @@ def test_tensors_of_inference_mode(world: hd.World) -> None:
             findings.same(out, torch.full((2,), i + 1.0), f"all_gather from {i}, {what}")
         if size > 1:
             findings.same(got, torch.full((3,), (rank - 1) % size + 1.0), f"recv, {what}")
-    findings.settle()
 
 
-def test_the_compiler_does_not_look_into_calls_and_handles(world: hd.World) -> None:
+def test_the_compiler_does_not_look_into_calls_and_handles(world, findings):
     """Where it breaks its graph, it goes on with what is called there, and warned of what it did not know."""
 
-    def step(x: torch.Tensor) -> torch.Tensor:
+    def step(x):
         y = 2 * x
         dist.all_reduce(y)
         handle = dist.all_reduce(y, async_op=True)
@@ -130,15 +117,13 @@ def test_the_compiler_does_not_look_into_calls_and_handles(world: hd.World) -> N
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = torch.compile(step, backend="eager")(torch.ones(3))
-    findings = Findings(world.comm)
     findings.same(found, torch.full((3,), 2.0 * world.world_size**2 + 1), "compiled")
     texts = [str(warning.message) for warning in caught]
     findings.check(not any("Dynamo does not know" in text for text in texts), texts)
-    findings.settle()
 
 
 @pytest.mark.skipif(registration.PLUGINS, reason="torch itself answers for these from 2.14 on")
-def test_a_tensor_without_memory_is_an_error_that_says_so(world: hd.World) -> None:
+def test_a_tensor_without_memory_is_an_error_that_says_so(world):
     whole = distribute_tensor(torch.ones(world.world_size), init_device_mesh("cpu", (world.world_size,)), [Shard(0)])
     for x, text in ((torch.ones(3, device="meta"), "on device meta"), (whole, r"x\.to_local\(\)")):
         for call in (dist.all_reduce, lambda x: dist.broadcast(x, 0)):
@@ -147,7 +132,7 @@ def test_a_tensor_without_memory_is_an_error_that_says_so(world: hd.World) -> No
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_message_into_a_lazily_negated_tensor(world: hd.World) -> None:
+def test_a_message_into_a_lazily_negated_tensor(world):
     rank, size = world.rank, world.world_size
     out = torch._neg_view(torch.zeros(3))
     work = dist.irecv(out, (rank - 1) % size)

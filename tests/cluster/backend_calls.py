@@ -1,12 +1,10 @@
 """torch's collectives with backend "mpi" over several hosts, against plain computing: ``backend_calls.py``."""
 
-from __future__ import annotations
-
 import os
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hpcdist as hd
@@ -14,17 +12,17 @@ import hpcdist as hd
 checks = 0
 
 
-def same(found: Tensor, expected: Tensor, what: str) -> None:
+def same(found, expected, what):
     global checks
     checks += 1
     assert torch.equal(found, expected), f"{what}: {found.flatten()[:5]}, expected {expected.flatten()[:5]}"
 
 
-def of(rank: int, numel: int) -> Tensor:
+def of(rank, numel):
     return torch.arange(numel, dtype=torch.float64) + 1000 * rank
 
 
-def calls(group: dist.ProcessGroup, ranks: list[int]) -> None:
+def calls(group, ranks):
     """Every kind of collective, of small tensors and of such that travel by windows or in pieces."""
     rank, size = ranks.index(dist.get_rank()), len(ranks)
     for numel in (1, 24, 12 * 1024, 300_000):
@@ -58,7 +56,7 @@ def calls(group: dist.ProcessGroup, ranks: list[int]) -> None:
         dist.recv(got, before, group=group)
         sent.wait()
         same(got, every[(rank - 1) % size], "a message")
-    found: list[object] = [None] * size
+    found = [None] * size
     dist.all_gather_object(found, {"rank": rank}, group=group)
     assert found == [{"rank": i} for i in range(size)]
     dist.barrier(group=group)

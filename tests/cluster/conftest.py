@@ -1,8 +1,5 @@
 """Hosts for the tests that want several: they are made in a moment, so that each test has its own."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
@@ -14,14 +11,14 @@ collect_ignore = [] if find_spec("deepspeed") else ["test_clients_hosts.py"]
 
 
 @pytest.fixture
-def hosts() -> Iterator[Hosts]:
+def hosts():
     """Three hosts, with useless interfaces beside the good one."""
     with Hosts(3, useless=True) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def slurm() -> Iterator[Slurm]:
+def slurm():
     """Slurm on two hosts, for the jobs of all tests of a file."""
     with Hosts(2) as made, Slurm(made) as slurm:
         yield slurm

@@ -27,10 +27,8 @@ import subprocess
 import tempfile
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 from launch import DEADLINE, Job, communicate, launcher, python as forked
@@ -91,7 +89,7 @@ class Started:
     process: subprocess.Popen[str]
     mark: str  # is in the environment of all that it starts, as _MARK
 
-    def wait(self, deadline: float = DEADLINE) -> Job:
+    def wait(self, deadline=DEADLINE):
         """How it ended; an AssertionError if it has not within `deadline` seconds, or more on a busy machine, after it
         was ended by force."""
         try:
@@ -102,12 +100,12 @@ class Started:
             raise AssertionError(f"the job did not end within {deadline} s\n{out}\n{err}") from late
         return Job(self.process.returncode, out, err)
 
-    def pids(self) -> list[int]:
+    def pids(self):
         """What is left of it on all hosts: none, if it has ended well."""
         mark = f"{_MARK}={self.mark}".encode()
         return [pid for pid in _processes() if mark in _read(pid, "environ").split(b"\0")]
 
-    def kill(self) -> None:
+    def kill(self):
         """End it, and all that it has started."""
         while pids := self.pids():
             _kill(pids)
@@ -122,12 +120,12 @@ class Hosts:
     one that the host's own name stands for, on that host; ``eth1``, down.
     """
 
-    def __init__(self, count: int, useless: bool = False) -> None:
+    def __init__(self, count, useless=False):
         self.names = [f"node{number}" for number in range(1, count + 1)]
         self.folder = Path(tempfile.mkdtemp(prefix=f"hosts-{os.getpid()}-", dir="/var/tmp"))  # /tmp is a host's own
         self._useless = useless
         self._started = 0
-        self._holders: dict[str, subprocess.Popen[str]] = {}
+        self._holders = {}
         try:
             self._rsh = self.folder / "rsh"
             self._rsh.write_text(_RSH.format(folder=self.folder))
@@ -142,15 +140,13 @@ class Hosts:
             self.close()
             raise
 
-    def __enter__(self) -> Hosts:
+    def __enter__(self):
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind, error, trace):
         self.close()
 
-    def close(self) -> None:
+    def close(self):
         """End all that runs on the hosts, and remove them, and the shared folder."""
         for name in list(self._holders):
             self._off(name)
@@ -159,21 +155,21 @@ class Hosts:
             self._switch.communicate()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def address(self, name: str) -> str:
+    def address(self, name):
         """By which the others reach it."""
         return NETWORK.replace("0/24", str(self.names.index(name) + 1))
 
-    def hosts_file(self, name: str) -> Path:
+    def hosts_file(self, name):
         """Its /etc/hosts: write into it, do not replace it."""
         return self.folder / name / "hosts"
 
     def start(
         self,
-        host: str,
-        command: Sequence[str | Path],
-        cwd: Path | None = None,
-        env: Mapping[str, str] | None = None,
-    ) -> Started:
+        host,
+        command,
+        cwd=None,
+        env=None,
+    ):
         """Start a command on a host; `env` is added to our environment."""
         self._started += 1
         mark = f"{self.folder.name}.{self._started}"
@@ -191,37 +187,37 @@ class Hosts:
 
     def run(
         self,
-        host: str,
-        command: Sequence[str | Path],
-        cwd: Path | None = None,
-        env: Mapping[str, str] | None = None,
-        deadline: float = DEADLINE,
-    ) -> Job:
+        host,
+        command,
+        cwd=None,
+        env=None,
+        deadline=DEADLINE,
+    ):
         """Run a command on a host to its end; an AssertionError, after it was ended, if it takes too long."""
         return self.start(host, command, cwd, env).wait(deadline)
 
     def mpirun(
         self,
-        ranks: Sequence[int],
-        *args: str | Path,
-        code: str = "",
-        cwd: Path | None = None,
-        env: Mapping[str, str] | None = None,
-        deadline: float = DEADLINE,
-        python: str | Path | None = None,
-    ) -> Job:
+        ranks,
+        *args,
+        code="",
+        cwd=None,
+        env=None,
+        deadline=DEADLINE,
+        python=None,
+    ):
         """Run ``python *args`` (or ``python -c code``) by mpirun on node1, with ``ranks[i]`` ranks on host i."""
         return self.start_mpirun(ranks, *args, code=code, cwd=cwd, env=env, python=python).wait(deadline)
 
     def start_mpirun(
         self,
-        ranks: Sequence[int],
-        *args: str | Path,
-        code: str = "",
-        cwd: Path | None = None,
-        env: Mapping[str, str] | None = None,
-        python: str | Path | None = None,
-    ) -> Started:
+        ranks,
+        *args,
+        code="",
+        cwd=None,
+        env=None,
+        python=None,
+    ):
         """As :meth:`mpirun`, which goes on meanwhile; with this Python's MPI, whichever `python` runs."""
         machines = {}
         for form in (" slots=", ":"):  # of Open MPI, and of MPICH
@@ -237,7 +233,7 @@ class Hosts:
         command = [*launcher(sum(ranks)), *([python] if python else forked()), *args]
         return self.start(self.names[0], command, cwd, {**self.mpi_environment(), **files, **(env or {})})
 
-    def mpi_environment(self) -> dict[str, str]:
+    def mpi_environment(self):
         """What mpirun of Open MPI 4 and 5 and of MPICH want to be told: how to start a process on another host, by
         which network to talk, and that there are fewer cores than ranks, and root."""
         rsh = str(self._rsh)
@@ -265,7 +261,7 @@ class Hosts:
             "UCX_NET_DEVICES": "eth0",
         }
 
-    def bytes(self) -> dict[str, Traffic]:
+    def bytes(self):
         """What each host's wire has carried since it was booted."""
         found = {}
         for name, holder in self._holders.items():
@@ -274,7 +270,7 @@ class Hosts:
             found[name] = Traffic(int(values[0]), int(values[8]))
         return found
 
-    def rate(self, rate: str | None) -> None:
+    def rate(self, rate):
         """Limit every wire, in each direction, as tc says it: "100mbit", "1gbit"; None ends it."""
         for name, holder in self._holders.items():
             for process, device in ((holder, "eth0"), (self._switch, name)):
@@ -284,11 +280,11 @@ class Hosts:
                     bucket = ["tbf", "rate", rate, "burst", "128kb", "latency", "20ms"]
                     subprocess.run([*tc, "add", "dev", device, "root", *bucket], check=True)
 
-    def unplug(self, name: str) -> None:
+    def unplug(self, name):
         """Nothing comes to or from it."""
         self._ip(self._switch, f"link set {name} down")
 
-    def boot(self, name: str) -> None:
+    def boot(self, name):
         """It comes up: its wire, addresses, empty /tmp and /dev/shm."""
         (self.folder / name).mkdir(exist_ok=True)
         self.hosts_file(name).write_text(self._names(name))
@@ -312,13 +308,13 @@ class Hosts:
         self._ip(holder, "link set eth0 up")
         (self.folder / name / "pid").write_text(str(holder.pid))
 
-    def _names(self, name: str) -> str:
+    def _names(self, name):
         addresses = {other: self.address(other) for other in self.names}
         if self._useless:
             addresses[name] = f"192.168.99.{self.names.index(name) + 1}"
         return "\n".join(["127.0.0.1 localhost", *(f"{address} {other}" for other, address in addresses.items()), ""])
 
-    def _hold(self, name: str, script: str, *namespaces: str) -> subprocess.Popen[str]:
+    def _hold(self, name, script, *namespaces):
         """The process that holds a host, or the switch; it is set up when this returns."""
         holder = subprocess.Popen(
             ["unshare", *namespaces, "sh", "-c", script],
@@ -335,29 +331,29 @@ class Hosts:
             raise RuntimeError(f"{name or 'the switch'} cannot be set up: is this root, with iproute2 and util-linux?")
         return holder
 
-    def _off(self, name: str) -> None:
+    def _off(self, name):
         holder = self._holders.pop(name)
         assert holder.stdin is not None and holder.stdout is not None
         holder.stdin.close()
         holder.wait(20)
         holder.stdout.close()
 
-    def _inside(self, host: str) -> list[str]:
+    def _inside(self, host):
         return _enter(self._holders[host], "-n", "-u", "-m", "-i")
 
-    def _ip(self, where: subprocess.Popen[str], command: str) -> None:
+    def _ip(self, where, command):
         subprocess.run([*_enter(where, "-n"), "ip", *command.split()], check=True)
 
 
-def _enter(holder: subprocess.Popen[str], *namespaces: str) -> list[str]:
+def _enter(holder, *namespaces):
     return ["nsenter", "-t", str(holder.pid), *namespaces, "--"]
 
 
-def _processes() -> list[int]:
+def _processes():
     return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
 
 
-def _read(pid: int, what: str) -> bytes:
+def _read(pid, what):
     """A file of a process; nothing, if it is gone."""
     try:
         return Path(f"/proc/{pid}/{what}").read_bytes()
@@ -365,7 +361,7 @@ def _read(pid: int, what: str) -> bytes:
         return b""
 
 
-def _kill(pids: Sequence[int]) -> None:
+def _kill(pids):
     for pid in pids:
         try:
             os.kill(pid, signal.SIGKILL)

@@ -16,13 +16,10 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
-from hosts import Hosts, Started
-from launch import DEADLINE, Job, slowness
+from launch import DEADLINE, slowness
 
 CPUS = 8  # of each host, as Slurm is told: more than the machine may have
 GPUS = 2  # of each host, as Slurm is told: any device will do for Slurm, which only counts them
@@ -86,12 +83,12 @@ class Ended:
 class Slurm:
     """Slurm on all of the hosts, ready for jobs; see the module. It must end before the hosts do."""
 
-    def __init__(self, hosts: Hosts) -> None:
+    def __init__(self, hosts):
         self.folder = hosts.folder  # shared by all nodes
         self._hosts = hosts
         self._login = hosts.names[0]
         self._folder = self.folder / "slurm"
-        self._daemons: list[Started] = []
+        self._daemons = []
         self._ready = False
         self._configure()
         try:
@@ -106,7 +103,7 @@ class Slurm:
             self.close()
             raise
 
-    def _configure(self) -> None:
+    def _configure(self):
         for name in ("munge", "state", *(f"spool-{name}" for name in self._hosts.names)):
             (self._folder / name).mkdir(parents=True)
         config = _CONFIG.format(
@@ -120,7 +117,7 @@ class Slurm:
         (self._folder / "slurm.conf").write_text(config)
         (self._folder / "gres.conf").write_text(_GRES)
 
-    def _start_munge(self) -> None:
+    def _start_munge(self):
         """One for all hosts: they share the file system, and with it the socket."""
         munge = self._folder / "munge"
         (munge / "key").write_bytes(os.urandom(128))
@@ -129,15 +126,15 @@ class Slurm:
         self._daemon(self._login, "munged", "--foreground", "--force", *options, f"--socket={munge / 'socket'}")
         self._until("munge is there", (munge / "socket").exists)
 
-    def _daemon(self, host: str, *command: str | Path) -> None:
+    def _daemon(self, host, *command):
         log = self._folder / f"{command[0]}-{host}.out"
         redirected = ["sh", "-c", 'log=$1; shift; exec "$@" >"$log" 2>&1', "sh", log, *command]
         self._daemons.append(self._hosts.start(host, redirected, env=self._environment()))
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self):
         return {"SLURM_CONF": str(self._folder / "slurm.conf")}
 
-    def _until(self, what: str, holds: Callable[[], bool], deadline: float = 30) -> None:
+    def _until(self, what, holds, deadline=30):
         end = time.monotonic() + deadline * slowness()
         while not holds():
             dead = [daemon for daemon in self._daemons if daemon.process.poll() is not None]
@@ -146,14 +143,14 @@ class Slurm:
                 raise RuntimeError(f"Slurm: {'a daemon has ended' if dead else 'too late'}, before {what}\n{logs}")
             time.sleep(0.05)
 
-    def _logs(self) -> list[Path]:
+    def _logs(self):
         return [path for pattern in ("munge/log", "*.log", "*.out") for path in sorted(self._folder.glob(pattern))]
 
-    def _all_idle(self) -> bool:
+    def _all_idle(self):
         states = self.run(["sinfo", "--noheader", "-N", "-o", "%T"]).out.split()
         return states == ["idle"] * len(self._hosts.names)
 
-    def mpi_environment(self) -> dict[str, str]:
+    def mpi_environment(self):
         """What MPI wants to be told in a job; how to start a process on another host, it knows from Slurm."""
         told = self._hosts.mpi_environment()
         told = {name: value for name, value in told.items() if "LAUNCHER" not in name and "rsh" not in Path(value).name}
@@ -162,28 +159,28 @@ class Slurm:
 
     def run(
         self,
-        command: Sequence[str | Path],
-        cwd: Path | None = None,
-        env: Mapping[str, str] | None = None,
-        deadline: float = DEADLINE,
-    ) -> Job:
+        command,
+        cwd=None,
+        env=None,
+        deadline=DEADLINE,
+    ):
         """Run a command on node1 to its end."""
         return self._hosts.run(self._login, command, cwd, {**self._environment(), **(env or {})}, deadline)
 
     def submit(
         self,
-        script: str | Path,
-        *args: str | Path,
-        options: Sequence[str] = (),
-        cwd: Path | None = None,
-        env: Mapping[str, str] | None = None,
-    ) -> str:
+        script,
+        *args,
+        options=(),
+        cwd=None,
+        env=None,
+    ):
         """The number of a job that is in the queue now."""
         job = self.run(["sbatch", "--parsable", *options, script, *args], cwd, env)
         assert job.status == 0, job.err
         return job.out.strip()
 
-    def wait(self, job: str, deadline: float = DEADLINE) -> Ended:
+    def wait(self, job, deadline=DEADLINE):
         """Until a job is over; "7_1" is one of an array. At the deadline it is cancelled: an AssertionError."""
         begin, slower = time.monotonic(), 1.0
         while (ended := self._ended(job)) is None:
@@ -195,30 +192,28 @@ class Slurm:
             time.sleep(_POLL)
         return ended
 
-    def output(self, job: str) -> str:
+    def output(self, job):
         """What a job has printed so far."""
         return _output(self._show(job))
 
-    def _show(self, job: str) -> dict[str, str]:
+    def _show(self, job):
         asked = self.run(["scontrol", "--oneliner", "show", "job", job])
         return dict(re.findall(r"(\S+?)=(\S*)", asked.out)) or {"JobState": f"UNKNOWN: {asked.err}"}
 
-    def _ended(self, job: str) -> Ended | None:
+    def _ended(self, job):
         shown = self._show(job)
         if shown["JobState"] not in _OVER:
             return None
         status = int(shown["ExitCode"].split(":")[0])
         return Ended(shown["JobState"], status, int(shown["Restarts"]), _output(shown))
 
-    def __enter__(self) -> Slurm:
+    def __enter__(self):
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind, error, trace):
         self.close()
 
-    def close(self) -> None:
+    def close(self):
         """Cancel what still runs, and stop the daemons, those that were started last first."""
         if self._ready:
             self._ready = False
@@ -229,7 +224,7 @@ class Slurm:
             daemon.wait(20)
 
 
-def _output(shown: Mapping[str, str]) -> str:
+def _output(shown):
     """A job's standard output and error, which are one file."""
     path = Path(shown.get("StdOut", ""))
     return path.read_text(errors="replace") if path.is_file() else ""

@@ -3,20 +3,16 @@
 python -m pytest -m cluster tests/cluster/test_doctor_hosts.py     # as root; under the MPI of that Python
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
-from hosts import Hosts
-from launch import Job, python
-from slurm import Slurm
+from launch import python
 
 pytestmark = pytest.mark.cluster
 
 
-def finding(job: Job, name: str) -> tuple[str, str, str]:
+def finding(job, name):
     """(verdict, text, fix) of one finding of ``--json``."""
     assert job.out.startswith("{") and job.out.endswith("}\n"), job.out + job.err
     told = json.loads(job.out)
@@ -25,11 +21,11 @@ def finding(job: Job, name: str) -> tuple[str, str, str]:
     return found["verdict"], found["text"], found["fix"]
 
 
-def doctor(hosts: Hosts, ranks: list[int], *args: str, cwd: Path | None = None, **env: str) -> Job:
+def doctor(hosts, ranks, *args, cwd=None, **env):
     return hosts.mpirun(ranks, "-m", "hpcdist.doctor", "--json", *args, cwd=cwd, env=env)
 
 
-def test_hosts_that_reach_each_other_by_one_of_four_interfaces(hosts: Hosts) -> None:
+def test_hosts_that_reach_each_other_by_one_of_four_interfaces(hosts):
     """And they share a folder."""
     job = doctor(hosts, [1, 1, 1], cwd=Path("/tmp"), HPCDIST_STAGING=str(hosts.folder))
     assert job.status == 0, job.out + job.err
@@ -43,7 +39,7 @@ def test_hosts_that_reach_each_other_by_one_of_four_interfaces(hosts: Hosts) -> 
     assert text.endswith("MB/s to node2 through MPI (rank 0 on node1)")
 
 
-def test_an_interface_that_is_not_there_and_a_folder_that_is_not_shared(hosts: Hosts) -> None:
+def test_an_interface_that_is_not_there_and_a_folder_that_is_not_shared(hosts):
     job = doctor(hosts, [1, 1], "--limit", "4", GLOO_SOCKET_IFNAME="ib7", HPCDIST_STAGING="/tmp")
     verdict, text, fix = finding(job, "GLOO_SOCKET_IFNAME")
     assert verdict == "broken"
@@ -58,7 +54,7 @@ def test_an_interface_that_is_not_there_and_a_folder_that_is_not_shared(hosts: H
     assert job.status != 0
 
 
-def test_shared_memory_and_a_disk_that_are_too_small(hosts: Hosts) -> None:
+def test_shared_memory_and_a_disk_that_are_too_small(hosts):
     small = hosts.folder / "small"
     small.mkdir()
     for command in (
@@ -85,7 +81,7 @@ FEW = """
 """
 
 
-def test_one_report_of_an_mpi_that_does_not_start(hosts: Hosts) -> None:
+def test_one_report_of_an_mpi_that_does_not_start(hosts):
     """The other host says in one finding what rank 0 cannot know."""
     job = hosts.mpirun([1, 1], code=FEW)
     assert (job.out + job.err).count(" broken, ") <= 1, job
@@ -96,7 +92,7 @@ def test_one_report_of_an_mpi_that_does_not_start(hosts: Hosts) -> None:
     assert job.status != 0
 
 
-def test_a_full_folder_for_temporary_files(hosts: Hosts) -> None:
+def test_a_full_folder_for_temporary_files(hosts):
     full = hosts.folder / "full"
     full.mkdir()
     assert hosts.run("node1", ["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(full)]).status == 0
@@ -107,7 +103,7 @@ def test_a_full_folder_for_temporary_files(hosts: Hosts) -> None:
     assert fix.startswith("ls -ld $TMPDIR; df -h $TMPDIR")
 
 
-def test_the_wrong_mpi_of_srun(slurm: Slurm) -> None:
+def test_the_wrong_mpi_of_srun(slurm):
     from mpi4py import MPI
 
     wrong = "pmix" if "MPICH" in MPI.Get_library_version() else "pmi2"

@@ -3,22 +3,19 @@
 python -m pytest -m cluster tests/cluster/test_hosts.py     # as root; under the MPI of that Python
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hosts import Hosts
 
 pytestmark = pytest.mark.cluster
 
 HERE = Path(__file__).resolve().parent
-PLACES = {"2 hosts x 2 ranks": [2, 2], "3 hosts x 1 rank": [1, 1, 1]}
+RANKS = [2, 1, 1]  # on each host
+NODES = [0, 0, 1, 2]  # of each rank
 MIB = 8  # a rank, of what is put on the wires
 PART = MIB << 20
 ROUTES = ("mpi", "gloo")  # hdf5 goes through the file system, which here is no other host's
@@ -43,19 +40,16 @@ NARROW = f"""
 """
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_node_groups_and_every_verb_on_every_route(hosts: Hosts, place: str) -> None:
+def test_node_groups_and_every_verb_on_every_route(hosts):
     """In spite of the useless interfaces: see verbs.py."""
-    ranks = PLACES[place]
-    nodes = [node for node, count in enumerate(ranks) for _ in range(count)]
-    job = hosts.mpirun(ranks, HERE / "verbs.py", ",".join(map(str, nodes)))
+    job = hosts.mpirun(RANKS, HERE / "verbs.py", ",".join(map(str, NODES)))
     assert job.status == 0, job.err
     found = re.findall(r"^rank (\d+) of node (\d+): (\d+) checks$", job.out, re.MULTILINE)
-    assert [(int(rank), int(node)) for rank, node, _ in found] == list(enumerate(nodes)), job.out
+    assert [(int(rank), int(node)) for rank, node, _ in found] == list(enumerate(NODES)), job.out
     assert all(int(checks) > 500 for _, _, checks in found), job.out
 
 
-def test_an_address_that_every_host_has_is_not_taken_for_rank_0s(hosts: Hosts) -> None:
+def test_an_address_that_every_host_has_is_not_taken_for_rank_0s(hosts):
     """docker0 has it. On node2 something else listens there, at whatever port rank 0 is given on node1."""
     others = f"""
         import select, socket
@@ -79,9 +73,10 @@ def test_an_address_that_every_host_has_is_not_taken_for_rank_0s(hosts: Hosts) -
     assert (job.status, job.out) == (0, "2 [0, 0, 1]\n" * 2), job.err
 
 
-def test_worlds_of_one_host_and_of_all_in_turn(hosts: Hosts) -> None:
+def test_worlds_of_one_host_and_of_all_in_turn(hosts):
     """Each has gloo's interface of its own, also in the groups that the user makes, and leaves nothing to the next.
-    With DETAIL torch makes a group of gloo beside each of another backend."""
+    With DETAIL torch makes a group of gloo beside each of another backend. A staging folder of one host is refused on
+    all ranks, and the job goes on. (On a folder that they share: see verbs.py.)"""
     job = hosts.mpirun(
         [2, 1],
         code="""
@@ -103,15 +98,27 @@ def test_worlds_of_one_host_and_of_all_in_turn(hosts: Hosts) -> None:
     dist.init_process_group("mpi")
     dist.all_reduce(x, group=dist.new_group(backend="gloo"))
     assert x.item() == 9 and before.items() <= os.environ.items() and "GLOO_SOCKET_IFNAME" not in os.environ
-    dist.barrier()
-    if dist.get_rank() == 0: print("right")
+    dist.destroy_process_group()
+    world = hd.init(staging="/tmp")
+    large = torch.ones(1 << 18)  # small tensors travel in the structure's own message
+    refused = []
+    for x in (large, {"x": large}):
+        for verb in (hd.gather, hd.concat):
+            try: verb(x, route="hdf5")
+            except hd.RankError as error: refused.append((sorted(error.problems), str(error)))
+    assert len(refused) == 4, refused
+    for ranks, text in refused:
+        assert ranks == [2] and "not seen by this rank: the folder is not shared by all nodes" in text, refused
+    assert hd.concat(torch.ones(1), route="mpi").tolist() == [1, 1, 1]
+    world.comm.Barrier()
+    if world.rank == 0: print("right")
     """,
         env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
     )
     assert (job.status, job.out) == (0, "right\n"), job.err
 
 
-def test_nodes_that_cannot_reach_rank_0_are_told_so_within_seconds(hosts: Hosts) -> None:
+def test_nodes_that_cannot_reach_rank_0_are_told_so_within_seconds(hosts):
     """MPI talks, and node3 reaches none of the ports that are given out from then on, as behind a firewall."""
     rule = f"ip rule add ipproto tcp dport {PORTS[0]}-{PORTS[-1]} unreachable"
     assert hosts.run("node3", rule.split()).status == 0
@@ -130,32 +137,7 @@ def test_nodes_that_cannot_reach_rank_0_are_told_so_within_seconds(hosts: Hosts)
         assert float(line.split()[0]) < 10, line
 
 
-def test_a_staging_folder_of_one_host_is_refused_on_all_ranks(hosts: Hosts) -> None:
-    """/tmp; and the job goes on. (On a folder that they share: see verbs.py.)"""
-    job = hosts.mpirun(
-        [2, 1],
-        code="""
-    import torch
-    import hpcdist as hd
-    world = hd.init(staging="/tmp")
-    refused = []
-    large = torch.ones(1 << 18)  # small tensors travel in the structure's own message
-    for x in (large, {"x": large}):
-        for verb in (hd.gather, hd.concat):
-            try: verb(x, route="hdf5")
-            except hd.RankError as error: refused.append((sorted(error.problems), str(error)))
-    assert len(refused) == 4, refused
-    for ranks, text in refused:
-        assert ranks == [2] and "not seen by this rank: the folder is not shared by all nodes" in text, refused
-    assert hd.concat(torch.ones(1), route="mpi").tolist() == [1, 1, 1]
-    world.comm.Barrier()
-    if world.rank == 0: print("refused")
-    """,
-    )
-    assert (job.status, job.out) == (0, "refused\n"), job
-
-
-def least(ranks: list[int]) -> dict[str, list[float]]:
+def least(ranks):
     """What must come into each host, in parts of one rank, for each verb of wire.py: what its ranks need in all, and
     none of them has."""
     size = sum(ranks)
@@ -175,48 +157,27 @@ def least(ranks: list[int]) -> dict[str, list[float]]:
     }
 
 
-def copies(name: str, count: int) -> int:
-    """How many times over that comes into a host of `count` ranks: by MPI once, since they share what comes. Where all
+def test_what_each_verb_puts_on_the_wires(hosts):
+    """What must come into a host, and 2% of headers: by MPI once, since the ranks of a host share what comes. Where all
     ranks get the same by gloo, each gets its own copy."""
-    return count if name.startswith("concat") and name.endswith("gloo") else 1
-
-
-def expected_names(ranks: list[int]) -> set[str]:
-    """send and what ranks share have route mpi alone, and within a node a send wants two ranks."""
-    verbs = [verb for verb in least(ranks) if verb != "send within a node" or ranks[0] > 1]
-    only_mpi = ("send", "concat shared")
-    return {f"{verb} {route}" for verb in verbs for route in ROUTES if route == "mpi" or not verb.startswith(only_mpi)}
-
-
-def wire(hosts: Hosts, ranks: list[int], rounds: int, *verbs: str) -> dict[str, dict[str, Any]]:
-    """What the job wire.py has measured: {"verb route": {"received": bytes by host, "sent": ..., "seconds": ...}}."""
-    job = hosts.mpirun(ranks, HERE / "wire.py", str(MIB), str(rounds), ",".join(ROUTES), *verbs)
-    assert job.status == 0, job.err
-    measured: dict[str, dict[str, Any]] = json.loads(job.out)
-    return measured
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_what_each_verb_puts_on_the_wires(hosts: Hosts, place: str) -> None:
-    """What must come into a host, once for all or for each of its ranks (see copies), and 2% of headers."""
-    ranks = PLACES[place]
     before = hosts.bytes()
-    measured = wire(hosts, ranks, 2)
+    job = hosts.mpirun(RANKS, HERE / "wire.py", str(MIB), "4", ",".join(ROUTES))
     after = hosts.bytes()
-    again = wire(hosts, ranks, 2)  # on a busy machine TCP sends now and then something twice
+    assert job.status == 0, job.err
+    measured = json.loads(job.out)  # bytes received and sent by each host
+    bounds_of = least(RANKS)
+    only_mpi = ("send", "concat shared")
+    expected = {f"{verb} {route}" for verb in bounds_of for route in ROUTES}
+    assert set(measured) == {name for name in expected if name.endswith("mpi") or not name.startswith(only_mpi)}
     for name, found in measured.items():
-        found["received"] = [min(pair) for pair in zip(found["received"], again[name]["received"], strict=True)]
-    assert set(measured) == expected_names(ranks)
-    print(f"\n{place}, {MIB} MiB a rank; received by each host, in parts of a rank; least, and found")
-    for name, found in measured.items():
-        verb = name.rpartition(" ")[0]
-        bounds = least(ranks)[verb]
+        bounds = bounds_of[name.rpartition(" ")[0]]
         parts = [count / PART for count in found["received"]]
         print(f"{name:28} {' '.join(f'{b:.3f}' for b in bounds):18} {' '.join(f'{p:.3f}' for p in parts)}")
-        for bound, part, sent, count in zip(bounds, parts, found["sent"], ranks, strict=True):
-            most = 1.02 * bound * copies(name, count) + SLACK + 0.005 * sent / PART  # what is sent is acknowledged
+        for bound, part, sent, count in zip(bounds, parts, found["sent"], RANKS, strict=True):
+            copies = count if name.startswith("concat") and name.endswith("gloo") else 1
+            most = 1.02 * bound * copies + SLACK + 0.005 * sent / PART  # what is sent is acknowledged
             assert 0.999 * bound <= part <= most, (name, bounds, parts)
-    for host in hosts.names[: len(ranks)]:  # from outside: the job counted what there was
+    for host in hosts.names:  # from outside: the job counted what there was
         assert after[host].received - before[host].received > sum(
             found["received"][hosts.names.index(host)] for found in measured.values()
         )

@@ -1,13 +1,10 @@
 """A job script for PBS starts its ranks on the hosts that PBS_NODEFILE names, by the real mpirun of two MPIs."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
 
 import pytest
-from hosts import Hosts
 
 from hpcdist.jobscript import Shape, write
 
@@ -26,7 +23,7 @@ if lines:
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=[folder.name for folder in ENVIRONMENTS])
-def test_a_pbs_script_on_two_hosts(environment: Path, hosts: Hosts) -> None:
+def test_a_pbs_script_on_two_hosts(environment, hosts):
     """As PBS starts it: in the home folder, on the first of the hosts."""
     (hosts.folder / "who.py").write_text(WHO)
     (hosts.folder / "nodes").write_text("".join(f"{name}\n" * 2 for name in hosts.names[:2]))

@@ -1,7 +1,5 @@
 """What another user of a node can do to a job without root: nothing on one node, and little on several."""
 
-from __future__ import annotations
-
 import pytest
 from hosts import Hosts
 from launch import mpirun
@@ -87,13 +85,13 @@ FLOOD = (
 )
 
 
-def test_on_one_node_nothing_is_open_to_another_user() -> None:
+def test_on_one_node_nothing_is_open_to_another_user():
     job = mpirun(2, code=ONE_NODE)
     assert job.status == 0, job.err
     assert job.out.count("opened 0\n") == job.out.count("ports 0, names 0\n") == job.out.count("sum 2\n") == 2, job.out
 
 
-def test_a_flood_of_datagrams_takes_no_core() -> None:
+def test_a_flood_of_datagrams_takes_no_core():
     with Hosts(2) as hosts:
         job = hosts.mpirun([1, 1], code=FLOOD)
     assert job.status == 0, job.err

@@ -1,7 +1,5 @@
 """stage_env over several hosts: what goes over the wires, what each has afterwards, and jobs that are killed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -9,7 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-from hosts import Hosts
 from launch import DEADLINE, Job
 
 pytestmark = pytest.mark.cluster
@@ -21,7 +18,7 @@ STORE = f"/tmp/hpcdist-{os.getuid()}/stage_env"
 
 
 @pytest.fixture
-def venv(hosts: Hosts) -> Path:
+def venv(hosts):
     """A venv with a script and some MiB of data, in a folder that all hosts share."""
     made = hosts.folder / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", made], check=True)
@@ -32,17 +29,17 @@ def venv(hosts: Hosts) -> Path:
     return made
 
 
-def _staged(hosts: Hosts, ranks: list[int], *words: str | Path) -> Job:
+def _staged(hosts, ranks, *words):
     job = hosts.mpirun(ranks, *COMMAND, "venv", *words, python=sys.executable)
     assert job.status == 0, job.err
     return job
 
 
-def _received(hosts: Hosts, before: dict[str, int] | None = None) -> dict[str, int]:
+def _received(hosts, before=None):
     return {name: each.received - (before or {}).get(name, 0) for name, each in hosts.bytes().items()}
 
 
-def test_each_host_is_sent_the_environment_once_and_runs_from_it(hosts: Hosts, venv: Path) -> None:
+def test_each_host_is_sent_the_environment_once_and_runs_from_it(hosts, venv):
     """Several ranks a host, too. A host that has lost it gets it again; the others keep theirs."""
     before = _received(hosts)
     path = _staged(hosts, [2, 2, 1]).out.strip()
@@ -62,7 +59,7 @@ def test_each_host_is_sent_the_environment_once_and_runs_from_it(hosts: Hosts, v
         assert hosts.run(name, ["ls", "-A", STORE]).out == ""
 
 
-def test_after_a_kill_the_next_job_removes_what_is_left(hosts: Hosts, venv: Path) -> None:
+def test_after_a_kill_the_next_job_removes_what_is_left(hosts, venv):
     """And makes its copy. If a host's disk is full, all ranks say so, and no host keeps anything."""
     hosts.rate("160mbit")
     before = _received(hosts)

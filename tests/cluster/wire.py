@@ -1,40 +1,35 @@
 """A job: what each verb puts on the wires of the hosts, counted from their interfaces, as one JSON object.
 
-mpirun python wire.py 8 2 mpi,gloo concat,gather     # MiB a rank, rounds, routes, verbs (all if none are named)
+mpirun python wire.py 8 4 mpi,gloo     # MiB a rank, rounds, routes
 """
-
-from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import hpcdist as hd
 
 
-def main(nbytes: int, rounds: int, routes: list[str], only: Sequence[str] = ()) -> None:
+def main(nbytes, rounds, routes):
     world = hd.init()
     measured = {}
     for route in routes:
         small, large = (verbs(world, route, size) for size in (world.world_size**2 * 8, nbytes))
-        for name in only or large:
-            if name in large:
-                small[name]()  # makes what connections there are to make
-                # What TCP has to send again, when the machine is busy, comes on top: the least is the verb's own.
-                found = [measure(world, large[name]) for _ in range(rounds)]
-                measured[f"{name} {route}"] = min(found, key=lambda one: sum(one["received"]))
+        for name in large:
+            small[name]()  # makes what connections there are to make
+            # What TCP has to send again, when the machine is busy, comes on top: the least is the verb's own.
+            found = [measure(world, large[name]) for _ in range(rounds)]
+            measured[f"{name} {route}"] = min(found, key=lambda one: sum(one["received"]))
     if world.rank == 0:
         print(json.dumps(measured))
     world.finalize()
 
 
-def verbs(world: hd.World, route: str, nbytes: int) -> dict[str, Callable[[], object]]:
+def verbs(world, route, nbytes):
     """Each verb, with `nbytes` a rank, or nearly."""
     rank, size = world.rank, world.world_size
     cols = nbytes // 8 // size
@@ -43,7 +38,7 @@ def verbs(world: hd.World, route: str, nbytes: int) -> dict[str, Callable[[], ob
     everywhere = torch.ones(size * size, cols, dtype=torch.float64)
     near = near_rows(world, size)
     shifted = torch.ones(near[0][rank], cols, dtype=torch.float64)
-    found: dict[str, Callable[[], object]] = {
+    found = {
         "gather": lambda: hd.gather(x, route=route),
         "split": lambda: hd.split(whole, route=route),
         "concat": lambda: hd.concat(x, route=route),
@@ -60,9 +55,9 @@ def verbs(world: hd.World, route: str, nbytes: int) -> dict[str, Callable[[], ob
     return found
 
 
-def near_rows(world: hd.World, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def near_rows(world, size):
     """The rows of each rank before and after some have moved, but none to another node."""
-    nodes: list[int] = world.comm.allgather(world.node)
+    nodes = world.comm.allgather(world.node)
     before, after = [size] * len(nodes), [size] * len(nodes)
     for rank, (node, next_node) in enumerate(pairwise(nodes)):
         if node == next_node:
@@ -71,14 +66,14 @@ def near_rows(world: hd.World, size: int) -> tuple[tuple[int, ...], tuple[int, .
     return tuple(before), tuple(after)
 
 
-def message(world: hd.World, x: torch.Tensor, dest: int) -> None:
+def message(world, x, dest):
     if world.rank == 0:
         hd.isend(x, dest).wait(60)
     elif world.rank == dest:
         assert hd.irecv(0).wait(60).shape == x.shape
 
 
-def measure(world: hd.World, step: Callable[[], object]) -> dict[str, Any]:
+def measure(world, step):
     """Bytes that each node has received and sent; the same on all ranks."""
     before = counted(world)
     step()
@@ -88,7 +83,7 @@ def measure(world: hd.World, step: Callable[[], object]) -> dict[str, Any]:
     return {"received": [t[0] for t in traffic], "sent": [t[1] for t in traffic]}
 
 
-def counted(world: hd.World) -> tuple[int, int]:
+def counted(world):
     """Bytes received and sent by this host's wire so far."""
     world.comm.Barrier()
     time.sleep(0.01)  # acknowledgements may still be on their way

@@ -1,11 +1,7 @@
 """The ranks of a call: private communicators, the order of ranks, and groups that come and go."""
 
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,21 +18,7 @@ from hpcdist.comm import mpi
 pytestmark = pytest.mark.mpi
 
 
-def test_teams(world: hd.World) -> None:
-    """The world is one, whatever it is called; others have ranks in the order of the communicator, and are kept."""
-    findings, size, team_of = Findings(world.comm), world.world_size, world._context.team_of
-    for group in (None, world.comm, MPI.COMM_WORLD, world.group, dist.group.WORLD):
-        findings.check(team_of(group) is world._context.team, f"{group!r}")
-    comm = world.comm.Split(0, -world.rank)
-    team = team_of(comm)
-    findings.check(team is team_of(comm), "two teams of one communicator")
-    found = (team.rank, team.size, team.peers)
-    findings.check(found == (size - 1 - world.rank, size, list(reversed(range(size)))), found)
-    findings.check(world._context.team.peers == list(range(size)), f"peers of the world {world._context.team.peers}")
-    findings.settle()
-
-
-def test_a_copy_of_a_communicator_has_a_team_of_its_own(world: hd.World) -> None:
+def test_a_copy_of_a_communicator_has_a_team_of_its_own(world):
     """The team hangs on one communicator: MPI must not copy it to a duplicate that outlives it."""
     comm = world.comm.Split(0, -world.rank)
     first = world._context.team_of(comm)
@@ -51,7 +33,7 @@ def test_a_copy_of_a_communicator_has_a_team_of_its_own(world: hd.World) -> None
 
 
 @pytest.fixture(params=["Dup", "new_group"])
-def twins(request: pytest.FixtureRequest, world: hd.World) -> Iterator[list[Any]]:
+def twins(request, world):
     """Two groups that both have all ranks of the world, in its order."""
     make = world.comm.Dup if request.param == "Dup" else dist.new_group
     groups = [make() for _ in range(2)]
@@ -60,7 +42,7 @@ def twins(request: pytest.FixtureRequest, world: hd.World) -> Iterator[list[Any]
         _end(group)
 
 
-def _in_threads(step: Callable[[int], object], count: int) -> None:
+def _in_threads(step, count):
     threads = [threading.Thread(target=step, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()
@@ -69,9 +51,9 @@ def _in_threads(step: Callable[[int], object], count: int) -> None:
     assert not any(thread.is_alive() for thread in threads), "a thread waits for ever"
 
 
-def test_groups_of_the_same_ranks_are_kept_apart(world: hd.World, twins: list[Any]) -> None:
+def test_groups_of_the_same_ranks_are_kept_apart(world, findings, twins):
     """What is sent in one arrives in that one, and two threads on two groups do not get each other's data."""
-    findings, size = Findings(world.comm), world.world_size
+    size = world.world_size
     one, other = twins
     teams = {id(world._context.team_of(group)) for group in (None, one, other)}
     findings.check(len(teams) == 3, "a team for two groups")
@@ -81,9 +63,9 @@ def test_groups_of_the_same_ranks_are_kept_apart(world: hd.World, twins: list[An
     findings.check(got == ["in 2", "in 0", "in 1"], got)
     for handle in handles:
         handle.wait(30)
-    found: dict[int, list[Any]] = {0: [], 1: []}
+    found = {0: [], 1: []}
 
-    def work(i: int) -> None:
+    def work(i):
         for turn in range(20):
             found[i].append(hd.concat(torch.tensor([i, world.rank, turn]), group=twins[i]).tolist())
 
@@ -91,15 +73,14 @@ def test_groups_of_the_same_ranks_are_kept_apart(world: hd.World, twins: list[An
     for i in range(2):
         expected = [[part for rank in range(size) for part in (i, rank, turn)] for turn in range(20)]
         findings.check(found[i] == expected, f"thread {i} got {found[i][:2]}")
-    findings.settle()
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("kind", ["Split", "new_group"])
-def test_a_group_that_not_all_its_ranks_use(world: hd.World, kind: str) -> None:
+def test_a_group_that_not_all_its_ranks_use(world, kind):
     """Only the two ranks that send and receive take part, and nobody in what is local: nothing of it is collective."""
     findings, size = Findings(world.comm), world.world_size
-    group: Any = world.comm.Split(0, -world.rank) if kind == "Split" else dist.new_group(list(range(size)))
+    group = world.comm.Split(0, -world.rank) if kind == "Split" else dist.new_group(list(range(size)))
     of_group = (lambda rank: size - 1 - rank) if kind == "Split" else (lambda rank: rank)
     if kind == "Split":
         hd.concat([], group=group)  # send and recv need one collective of a communicator
@@ -129,7 +110,7 @@ def test_a_group_that_not_all_its_ranks_use(world: hd.World, kind: str) -> None:
     _end(group)
 
 
-def test_a_communicator_carries_messages_after_a_collective(world: hd.World) -> None:
+def test_a_communicator_carries_messages_after_a_collective(world):
     """Before that, nothing tells it from another one of the same ranks."""
     findings = Findings(world.comm)
     comms = [world.comm.Split(0, -world.rank) for _ in range(2)]
@@ -151,7 +132,7 @@ def test_a_communicator_carries_messages_after_a_collective(world: hd.World) -> 
         comm.Free()
 
 
-def test_groups_end_in_any_order(world: hd.World) -> None:
+def test_groups_end_in_any_order(world):
     """On different ranks in different ones: no rank waits for another at the end of a group."""
     comms = [world.comm.Dup() for _ in range(4)]
     for comm in comms:
@@ -162,9 +143,8 @@ def test_groups_end_in_any_order(world: hd.World) -> None:
     assert_on_all_ranks(world.comm, not [group for group in world._context.teams if group.freed], "a team is left")
 
 
-def test_destroyed_groups_give_their_communicators_back(world: hd.World) -> None:
+def test_destroyed_groups_give_their_communicators_back(world, findings):
     """An MPI has some thousands of them."""
-    findings = Findings(world.comm)
     groups = []
     for turn in range(6):
         group = dist.new_group(list(range(world.world_size)))
@@ -180,26 +160,22 @@ def test_destroyed_groups_give_their_communicators_back(world: hd.World) -> None
         findings.check(False, "no error")
     except ValueError as error:
         findings.check("the group has been destroyed" in str(error), error)
-    findings.settle()
 
 
-def test_communicators_come_and_go(world: hd.World) -> None:
+def test_communicators_come_and_go(world, findings):
     """MPI reuses the handle of a communicator that was freed; its team must not be taken for the new one's."""
-    findings = Findings(world.comm)
     for turn in range(20):
         sign = -1 if turn % 2 else 1
         comm = world.comm.Split(0, sign * world.rank)
         result = hd.concat(torch.tensor([world.rank]), group=comm)
         findings.check(result.tolist() == list(range(world.world_size))[::sign], f"turn {turn}: {result}")
         comm.Free()
-    findings.settle()
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["the world", "in reverse"])
-def test_messages_never_meet_the_users(world: hd.World, order: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_never_meet_the_users(world, findings, order, monkeypatch):
     """A receive from anyone with any tag, posted on the user's communicator before the verbs, gets the user's."""
     monkeypatch.setattr(mpi, "LIMIT", 10)  # sends and receives in pieces, which such a receive could take
-    findings = Findings(world.comm)
     comm = world.comm if order == 1 else world.comm.Split(0, -world.rank)
     own = world._context.team_of(comm).comm
     findings.check(MPI.Comm.Compare(own, comm) == MPI.CONGRUENT, "the library talks on the user's communicator")
@@ -215,10 +191,9 @@ def test_messages_never_meet_the_users(world: hd.World, order: int, monkeypatch:
     comm.Send(np.array([1000 + comm.rank]), (comm.rank + 1) % size, 7)
     request.Wait()
     findings.check(got[0] == 1000 + (comm.rank - 1) % size, f"received {got}")
-    findings.settle()
 
 
-def test_gloo_where_ranks_are_in_different_numbers_of_groups(world: hd.World) -> None:
+def test_gloo_where_ranks_are_in_different_numbers_of_groups(world):
     """The name of a team's torch group must not depend on what other groups a process happens to be in."""
     for last in range(world.world_size):
         dist.new_group(list(range(last + 1)))  # rank 0 is in all of them
@@ -228,9 +203,9 @@ def test_gloo_where_ranks_are_in_different_numbers_of_groups(world: hd.World) ->
 
 
 @pytest.mark.mpi(min_size=2)
-def test_gloo_beside_groups_that_the_user_makes(world: hd.World) -> None:
+def test_gloo_beside_groups_that_the_user_makes(world, findings):
     """Two threads make groups at once, and wait for other ranks while they do."""
-    findings, size = Findings(world.comm), world.world_size
+    size = world.world_size
     for turn in range(4):
         comm = world.comm.Dup()
         handle = hd.concat(torch.tensor([turn]), group=comm, route="gloo", async_op=True)
@@ -240,26 +215,24 @@ def test_gloo_beside_groups_that_the_user_makes(world: hd.World) -> None:
         findings.same(handle.wait(20), torch.full((size,), turn), "concat")
         dist.destroy_process_group(group)
         comm.Free()
-    findings.settle()
 
 
 @pytest.mark.mpi(min_size=2)
-def test_gloo_first_used_by_threads_in_different_orders(world: hd.World) -> None:
-    findings, size = Findings(world.comm), world.world_size
+def test_gloo_first_used_by_threads_in_different_orders(world, findings):
+    size = world.world_size
     groups = [dist.new_group(list(range(size))) for _ in range(4)]
-    results: dict[int, torch.Tensor] = {}
+    results = {}
 
-    def use(number: int) -> None:
+    def use(number):
         time.sleep(0.05 * (number if world.rank == 0 else 3 - number))
         results[number] = hd.concat(torch.tensor([number]), group=groups[number], route="gloo")
 
     _in_threads(use, 4)
     for number in range(4):
         findings.same(results[number], torch.full((size,), number), "concat")
-    findings.settle()
 
 
-def _end(group: Any) -> None:
+def _end(group):
     if isinstance(group, MPI.Comm):
         group.Free()
     else:
@@ -267,9 +240,8 @@ def _end(group: Any) -> None:
 
 
 @pytest.mark.mpi(min_size=1)
-def test_torch_distributed_that_has_been_ended(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_distributed_that_has_been_ended(world, findings, monkeypatch):
     """On one rank only: routes that need it are refused on all, and the others go on."""
-    findings = Findings(world.comm)
     last = world.world_size - 1
     with monkeypatch.context() as patch:
         if world.rank == last:
@@ -278,13 +250,12 @@ def test_torch_distributed_that_has_been_ended(world: hd.World, monkeypatch: pyt
         findings.check(list(error.problems) == [last] and "destroy_process_group" in str(error), error)
         findings.check(hd.concat(torch.ones(1)).numel() == world.world_size, "route auto")
     findings.check(hd.concat(torch.ones(1), route="gloo").numel() == world.world_size, "route gloo")
-    findings.settle()
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_device_mesh_is_a_group(world: hd.World) -> None:
+def test_a_device_mesh_is_a_group(world, findings):
     """Of one dimension; one dim of a larger mesh by its name."""
-    findings, size = Findings(world.comm), world.world_size
+    size = world.world_size
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("outer", "inner"))
     whole = torch.cat([torch.full((rank,), rank) for rank in range(size)])
     findings.same(hd.concat(torch.full((world.rank,), world.rank), group=mesh["inner"]), whole, "all ranks")
@@ -292,12 +263,10 @@ def test_a_device_mesh_is_a_group(world: hd.World) -> None:
     findings.check(hd.balance([1.0] * size, group=mesh["inner"]) == [1] * size, "balance")
     with pytest.raises(ValueError, match=r"group is a DeviceMesh of 2 dims, expected 1: pass mesh\[NAME\]"):
         hd.concat(torch.ones(2), group=mesh)
-    findings.settle()
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_mesh_without_this_rank_or_without_a_group(world: hd.World) -> None:
-    findings = Findings(world.comm)
+def test_a_mesh_without_this_rank_or_without_a_group(world, findings):
     mesh = DeviceMesh("cpu", [world.world_size - 1])
     if world.rank < world.world_size - 1:
         with pytest.raises(ValueError, match=f"rank {world.rank} of the world is not in the mesh that it passed"):
@@ -308,4 +277,3 @@ def test_a_mesh_without_this_rank_or_without_a_group(world: hd.World) -> None:
     bare = DeviceMesh("cpu", list(range(world.world_size)), _init_backend=False)
     with pytest.raises(ValueError, match="group is a DeviceMesh without a process group"):
         hd.concat(torch.ones(2), group=bare)
-    findings.settle()

@@ -1,7 +1,5 @@
 """Who started this process: what launchers set, worlds of one rank that were meant as one world, and children."""
 
-from __future__ import annotations
-
 import json
 import sys
 
@@ -18,7 +16,7 @@ IN_SLURM = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}  # a
 STEP = {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
 
 
-def of(words: str, more: dict[str, str] | None = None) -> dict[str, str]:
+def of(words, more=None):
     return {**dict(word.split("=") for word in words.split()), **(more or {})}
 
 
@@ -66,7 +64,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_launcher_is_recognised(place: str) -> None:
+def test_a_launcher_is_recognised(place):
     environ, name, local_size, one, fix = PLACES[place]
     found = nearest(environ)
     assert found is not None
@@ -92,25 +90,25 @@ RANK_ONLY = {
 
 
 @pytest.mark.parametrize("told", RANK_ONLY)
-def test_a_launcher_that_tells_no_size(told: str) -> None:
+def test_a_launcher_that_tells_no_size(told):
     assert told in (alone(RANK_ONLY[told], 1, "some MPI") or "")
     assert alone(dict.fromkeys(RANK_ONLY[told], "0"), 1, "some MPI") is None
 
 
 @pytest.mark.parametrize("environ", [TORCH, ELASTIC, {**ELASTIC, "SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "1"}])
-def test_worlds_of_one_under_torchrun_are_explained(environ: dict[str, str]) -> None:
+def test_worlds_of_one_under_torchrun_are_explained(environ):
     problem = alone(environ, 1, "some MPI") or ""
     for part in ("WORLD_SIZE=4: torchrun", "mpirun -n 4 python", "hpcdist.init(MPI.COMM_SELF)"):
         assert part in problem
     assert number(environ) == 1
 
 
-def test_what_was_exported_for_torch_is_not_taken_for_the_launcher() -> None:
+def test_what_was_exported_for_torch_is_not_taken_for_the_launcher():
     """RANK=$SLURM_PROCID and the like, as many job scripts have it."""
     assert "SLURM_NTASKS=4: Slurm" in (alone({**TORCH, "SLURM_NTASKS": "4"}, 1, "some MPI") or "")
 
 
-def test_a_batch_script_without_srun_is_told_so() -> None:
+def test_a_batch_script_without_srun_is_told_so():
     problem = alone(IN_SLURM, 1, "some MPI") or ""
     assert "SLURM_NTASKS=8: Slurm allocated 8 tasks" in problem
     assert "started without srun" in problem
@@ -138,12 +136,12 @@ def test_a_batch_script_without_srun_is_told_so() -> None:
         ({"SLURM_NTASKS": "4(x2)"}, 1),
     ],
 )
-def test_a_launcher_that_fits_is_left_alone(environ: dict[str, str], size: int) -> None:
+def test_a_launcher_that_fits_is_left_alone(environ, size):
     assert alone(environ, size, "some MPI") is None
     assert without_launcher({**environ, "HOME": "/home/me"}) == {"HOME": "/home/me"}
 
 
-def test_what_the_user_has_told_a_launcher_stays_for_children() -> None:
+def test_what_the_user_has_told_a_launcher_stays_for_children():
     users = {
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         "PRTE_ALLOW_RUN_AS_ROOT": "1",
@@ -157,7 +155,7 @@ def test_what_the_user_has_told_a_launcher_stays_for_children() -> None:
     assert without_launcher({**launchers, **users}) == users
 
 
-def test_the_mpirun_of_this_environment_is_recognised() -> None:
+def test_the_mpirun_of_this_environment_is_recognised():
     """MPICH's or Open MPI's; with make test-versions Intel MPI's and Open MPI 5's, too."""
     found = f"{{n: v for n, v in os.environ.items() if n in {VARIABLES!r}}}"
     code = f"import json, os; os.write(1, json.dumps({found}).encode() + b'\\n')"  # at once: the ranks' lines may mix

@@ -1,16 +1,12 @@
 """Memory that the ranks of a node share: where there is none, when a process dies, and in a child process."""
 
-from __future__ import annotations
-
 import os
 import resource
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from collective import Findings
 from launch import mpirun
 from mpi4py import MPI
 
@@ -23,37 +19,30 @@ SIZE = 50_000
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 4097, 10**6, 2**26, 2**26 + 1, 3 * 10**9])
-def test_capacities(nbytes: int) -> None:
+def test_capacities(nbytes):
     found = windows._capacity(nbytes)
     assert found % 4096 == 0 and nbytes <= found < nbytes * 17 / 16 + 4096
 
 
 @pytest.fixture
-def findings(world: hd.World) -> Iterator[Findings]:
-    found = Findings(world.comm)
-    yield found
-    found.settle()
-
-
-@pytest.fixture
-def group(world: hd.World) -> Iterator[MPI.Comm]:
+def group(world):
     comm = world.comm.Dup()
     yield comm
     comm.Free()
 
 
-def _concat(world: hd.World, group: object, findings: Findings, expected: str) -> torch.Tensor:
+def _concat(world, group, findings, expected):
     """A shared concat of the group, of which `expected` says why it is not shared."""
-    whole = hd.concat(torch.full((SIZE,), float(world.rank)), shared=True, group=group)  # type: ignore[arg-type]
+    whole = hd.concat(torch.full((SIZE,), float(world.rank)), shared=True, group=group)
     good = torch.equal(whole, torch.arange(world.world_size, dtype=torch.float32).repeat_interleave(SIZE))
     findings.check(good, "wrong values")
-    reason = str(world._context.team_of(group).unshared)  # type: ignore[arg-type]
+    reason = str(world._context.team_of(group).unshared)
     findings.check(expected in reason, f"{reason!r}, expected {expected!r}")
     return whole
 
 
 @pytest.mark.mpi
-def test_without_room_results_are_private_and_say_why(world: hd.World, group: MPI.Comm, findings: Findings) -> None:
+def test_without_room_results_are_private_and_say_why(world, group, findings):
     """On one rank, at the first use; then there is room again."""
     last = world.world_size - 1
     with pytest.MonkeyPatch.context() as patch:
@@ -65,12 +54,12 @@ def test_without_room_results_are_private_and_say_why(world: hd.World, group: MP
 
 
 @pytest.mark.mpi
-def test_room_for_one_result_is_enough(world: hd.World, group: MPI.Comm, findings: Findings) -> None:
+def test_room_for_one_result_is_enough(world, group, findings):
     """Though the ranks take their parts of it one after the other."""
     windows_ = world._context.team_of(group).windows
     room = int(1.2 * 4 * SIZE * world.world_size)
 
-    def available() -> int:
+    def available():
         time.sleep(0.2 * world.rank)
         return room - sum(os.fstat(slot.block.fd).st_blocks * 512 for slot in windows_._slots.values())
 
@@ -83,11 +72,11 @@ def test_room_for_one_result_is_enough(world: hd.World, group: MPI.Comm, finding
 
 
 @pytest.mark.mpi
-def test_what_nobody_holds_is_given_back(world: hd.World, group: MPI.Comm, findings: Findings) -> None:
+def test_what_nobody_holds_is_given_back(world, group, findings):
     """By empty_cache(); and beyond a bound after a while, not only when another window is made."""
     team = world._context.team_of(group)
 
-    def taken() -> int:
+    def taken():
         own = sum(os.fstat(slot.block.fd).st_blocks * 512 for slot in list(team.windows._slots.values()))
         world.comm.Barrier()
         return own
@@ -117,7 +106,7 @@ def test_what_nobody_holds_is_given_back(world: hd.World, group: MPI.Comm, findi
 
 
 @pytest.mark.mpi
-def test_the_systems_own_refusal_is_no_signal(world: hd.World, group: MPI.Comm, findings: Findings) -> None:
+def test_the_systems_own_refusal_is_no_signal(world, group, findings):
     """A limit of the size of files holds for memory without a name, too."""
     _concat(world, group, findings, "None")  # which is kept, and used again below the limit
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -132,7 +121,7 @@ def test_the_systems_own_refusal_is_no_signal(world: hd.World, group: MPI.Comm, 
 
 
 @pytest.mark.mpi
-def test_the_number_of_windows_is_bounded(world: hd.World, group: MPI.Comm, findings: Findings) -> None:
+def test_the_number_of_windows_is_bounded(world, group, findings):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(windows, "SLOTS", 3)
         held = [_concat(world, group, findings, "None") for _ in range(3)]
@@ -149,7 +138,7 @@ def test_the_number_of_windows_is_bounded(world: hd.World, group: MPI.Comm, find
 
 
 @pytest.mark.mpi
-def test_few_windows_that_nobody_holds_are_kept(world: hd.World, group: MPI.Comm, findings: Findings) -> None:
+def test_few_windows_that_nobody_holds_are_kept(world, group, findings):
     """Each takes descriptors, however small it is: results of many sizes, held and then dropped."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(windows, "SPARE", 2)
@@ -165,9 +154,7 @@ def test_few_windows_that_nobody_holds_are_kept(world: hd.World, group: MPI.Comm
 
 
 @pytest.mark.mpi(min_size=2)
-def test_processes_that_cannot_open_each_others_memory_have_their_own(
-    world: hd.World, group: MPI.Comm, findings: Findings
-) -> None:
+def test_processes_that_cannot_open_each_others_memory_have_their_own(world, group, findings):
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
             patch.setattr(procstat, "identity", lambda fd: [0, 0])
@@ -175,8 +162,8 @@ def test_processes_that_cannot_open_each_others_memory_have_their_own(
             _concat(world, group, findings, "cannot open each other's memory")
 
 
-FORKED = """
-    import os, torch, hpcdist as hd
+ENDS = """
+    import os, signal, torch, hpcdist as hd
     world = hd.init()
     whole = hd.concat(torch.full((100_000,), float(world.rank)), shared=True)
     mine, yours = os.pipe()
@@ -197,21 +184,6 @@ FORKED = """
     os.write(yours, b"x")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child saw a later result"
     world.comm.Barrier()
-    again = hd.concat(torch.ones(100_000), shared=True)
-    assert again.sum() == 200_000
-    print("good", flush=True)
-"""
-
-
-@pytest.mark.once
-def test_a_child_process_keeps_the_result_that_it_was_forked_with() -> None:
-    job = mpirun(2, code=FORKED)
-    assert (job.status, job.out) == (0, "good\n" * 2), job.err
-
-
-KILLED = """
-    import os, signal, torch, hpcdist as hd
-    world = hd.init()
     whole = hd.concat(torch.ones(1 << 20), shared=True)
     os.write(1, f"pid {os.getpid()}\\n".encode())
     world.comm.Barrier()
@@ -220,12 +192,12 @@ KILLED = """
 """
 
 
-def test_nothing_is_left_after_kill_9() -> None:
+def test_a_child_keeps_the_result_that_it_was_forked_with_and_nothing_is_left_after_kill_9():
     before = set(Path("/dev/shm").iterdir())
-    job = mpirun(2, code=KILLED)
+    job = mpirun(2, code=ENDS)
     assert job.status != 0
     pids = [line.split()[1] for line in job.out.splitlines() if line.startswith("pid")]
-    assert len(pids) == 2
+    assert len(pids) == 2, job
     end = time.monotonic() + 10  # mpirun may end a moment before the other rank does
     while any(Path(f"/proc/{pid}/fd").exists() for pid in pids):
         assert time.monotonic() < end, pids

@@ -66,13 +66,6 @@ def test_the_mount_of_a_folder(monkeypatch):
     assert networks == [False, True, False]
 
 
-def test_cores_as_psutil_lists_them():
-    found = examine.cores()
-    assert found["cores"] == psutil.Process().cpu_affinity()
-    if len(found["cores"]) == psutil.cpu_count():
-        assert len(found["physical"]) == psutil.cpu_count(logical=False)
-
-
 def make(root, files):
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)

@@ -4,12 +4,9 @@ EXAMPLES is JSON: (code, what fails, what works after it). The first one must ra
 the second one none on any.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
-from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -18,7 +15,7 @@ import hpcdist as hd
 import hpcdist.horovod as hvd
 
 
-def _error(source: str, names: dict[str, Any]) -> str:
+def _error(source, names):
     try:
         exec(compile(source, "<example>", "exec"), names)
     except Exception as error:
@@ -26,14 +23,14 @@ def _error(source: str, names: dict[str, Any]) -> str:
     return ""
 
 
-def main(folder: str, examples: str) -> None:
+def main(folder, examples):
     """Each page has a world and a folder of its own."""
     comm = MPI.COMM_WORLD
     for code, fails, works in json.loads(examples):
         here = os.path.join(folder, code)
         os.makedirs(here, exist_ok=True)
         os.chdir(here)
-        names: dict[str, Any] = {"hd": hd, "hvd": hvd, "torch": torch, "world": hd.init()}
+        names = {"hd": hd, "hvd": hvd, "torch": torch, "world": hd.init()}
         said = comm.allgather(_error(fails, names))
         if not any(f"[{code}]" in text for text in said):
             print(f"{code}: rank {comm.rank}: fails: {said[comm.rank]!r}", flush=True)

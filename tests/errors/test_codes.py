@@ -1,7 +1,5 @@
 """Each code that an error carries has a page, and each page's code is used; codes are never taken back."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import copy
@@ -10,7 +8,6 @@ import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -46,12 +43,12 @@ WITHOUT = {
 
 
 @cache
-def _trees() -> dict[str, ast.Module]:
+def _trees():
     paths = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ROOT.rglob("*.py")}
     return {name: ast.parse(path.read_text()) for name, path in paths.items() if not name.startswith("examples")}
 
 
-def _calls() -> Iterator[tuple[str, ast.Call, str]]:
+def _calls():
     """(module, call, name of the function that is called) of all calls in the package."""
     for module, tree in _trees().items():
         for node in ast.walk(tree):
@@ -59,29 +56,29 @@ def _calls() -> Iterator[tuple[str, ast.Call, str]]:
                 yield module, node, ast.unparse(node.func).rpartition(".")[2]
 
 
-def _used() -> set[str]:
+def _used():
     """The codes in the package's code, outside of docstrings: literals that are a code and nothing else."""
     constants = (node.value for tree in _trees().values() for node in ast.walk(tree) if isinstance(node, ast.Constant))
     return {value for value in constants if isinstance(value, str) and re.fullmatch(r"HD\d{3}", value)}
 
 
-def test_each_code_has_a_page_and_each_page_is_of_a_code_that_is_used() -> None:
+def test_each_code_has_a_page_and_each_page_is_of_a_code_that_is_used():
     assert set(explain.titles()) == _used() | {line.split()[0] for line in KEPT if line.endswith(" retired")}
 
 
-def test_codes_are_kept() -> None:
+def test_codes_are_kept():
     """Programs and notes name them: a line of codes.txt is never removed, and no code gets another meaning. One that is
     not used any more keeps its page, and gets the word retired at the end of its line."""
     assert [line.split()[0] for line in KEPT] == list(explain.titles())
 
 
-def test_titles_are_unique_and_short() -> None:
+def test_titles_are_unique_and_short():
     titles = list(explain.titles().values())
     assert len(set(titles)) == len(titles)
     assert [title for title in titles if not 10 <= len(title) <= 70 or title.endswith(".")] == []
 
 
-def test_pages_are_short_and_have_the_same_parts() -> None:
+def test_pages_are_short_and_have_the_same_parts():
     """What it means, then causes and what to do as a list, then perhaps an example: half of a terminal."""
     for code in explain.titles():
         text = explain.page(code)
@@ -93,7 +90,7 @@ def test_pages_are_short_and_have_the_same_parts() -> None:
         assert text.count("\n") <= 15 and max(map(len, text.splitlines())) <= 110, code
 
 
-def test_every_error_of_the_package_has_a_code() -> None:
+def test_every_error_of_the_package_has_a_code():
     """It is made of a code and a message, or of a message that was made so elsewhere, never of a bare text."""
     for module, call, name in _calls():
         if name in OWN and call.args and module != "errors":
@@ -101,7 +98,7 @@ def test_every_error_of_the_package_has_a_code() -> None:
             assert not bare, f"{module} line {call.lineno}: {ast.unparse(call)}"
 
 
-def test_what_is_raised_of_pythons_own_errors_has_a_code() -> None:
+def test_what_is_raised_of_pythons_own_errors_has_a_code():
     for module, tree in _trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
@@ -109,7 +106,7 @@ def test_what_is_raised_of_pythons_own_errors_has_a_code() -> None:
                 assert name not in PYTHONS or module in WITHOUT, f"{module} line {node.lineno}: {ast.unparse(node)}"
 
 
-def test_a_message_and_its_code() -> None:
+def test_a_message_and_its_code():
     assert coded("HD401", "x: no such file") == "x: no such file [HD401]"
     assert coded("HD402", "x: no such file [HD401]") == "x: no such file [HD401]", "the cause's code stays"
     assert codes("a [HD401]; b [HD204] [HD401] [HD1] [hd204]") == ["HD401", "HD204"]
@@ -122,7 +119,7 @@ def test_a_message_and_its_code() -> None:
     assert reason(FileError("HD401", "b" * 400)) == "b" * 400 + " [HD401]", "never cut"
 
 
-def test_exceptions_show_how_to_read_more() -> None:
+def test_exceptions_show_how_to_read_more():
     """As a note, which is no part of the message; once, also after a pickle has brought it to another process."""
     note = "python -m hpcdist explain HD401"
     for error in (FileError("HD401", "x"), refusal(ValueError, "HD401", "x"), RankError("load", {1: "x [HD401]"})):
@@ -140,7 +137,7 @@ def test_exceptions_show_how_to_read_more() -> None:
     assert not hasattr(HpcdistError("a message of somebody else"), "__notes__")
 
 
-def test_the_command_prints_pages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_pages(capsys):
     assert explain.main(["HD204", "[hd401]", "HD204"]) == 0
     out = capsys.readouterr().out
     assert out == f"{explain.page('HD204')}\n{explain.page('HD401')}"
@@ -153,20 +150,20 @@ def test_the_command_prints_pages(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("code", ["HD999", "gather", "HD204\n", "../HD204", "-"])
-def test_an_unknown_code_is_an_error(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_code_is_an_error(code, capsys):
     assert explain.main(["HD401", code]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("hpcdist explain: error: ") and err.count("\n") == 1 + code.count("\n")
 
 
-def _explain(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def _explain(*words, stdin=""):
     return subprocess.run(
         [sys.executable, "-m", "hpcdist", "explain", *words],
         input=stdin, capture_output=True, text=True, timeout=60, cwd=ROOT.parent,
     )  # fmt: skip
 
 
-def test_a_log_is_searched_for_codes(tmp_path: Path) -> None:
+def test_a_log_is_searched_for_codes(tmp_path):
     log = "step 1\n[1,0]<stderr>:  rank 1: dim is 5 [HD204]\nrank 0: dim is 5 [HD204]; x [HD401]\n\xff [HD999]\n"
     done = _explain("-", stdin=log)
     first, second, third = done.stdout.split("\n> ")
@@ -179,7 +176,7 @@ def test_a_log_is_searched_for_codes(tmp_path: Path) -> None:
     assert "no error code" in done.stderr
 
 
-def test_it_needs_neither_torch_nor_mpi(tmp_path: Path) -> None:
+def test_it_needs_neither_torch_nor_mpi(tmp_path):
     """A broken environment is what some of the errors are about. Also into a pipe that is closed."""
     for name in ("torch", "numpy", "mpi4py", "h5py"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('broken')")

@@ -1,14 +1,10 @@
 """The example programs print what one process would find."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 from textwrap import dedent
 
 import pytest
 import torch
-from collective import Findings
 from launch import commands, mpirun
 from torch import nn
 
@@ -16,8 +12,9 @@ import hpcdist as hd
 from hpcdist.examples.column_parallel import ROWS, ColumnParallelLinear
 
 
-def test_one_rank_has_nobody_to_send_to() -> None:
-    job = mpirun(1, "-m", "hpcdist.examples.primitives")
+@pytest.mark.once
+def test_one_rank_has_nobody_to_send_to():
+    job = mpirun(0, "-m", "hpcdist.examples.primitives")
     assert job.status == 0, job.err
     assert "send, recv          | [1]                           | -\n" in job.out
 
@@ -64,9 +61,9 @@ WORKED = {
 }
 
 
-@pytest.mark.parametrize("np", [pytest.param(np, marks=[pytest.mark.once] if np > 2 else []) for np in WORKED])
-def test_worked_examples(np: int, tmp_path: Path) -> None:
-    """Those marked `once` rest on what other tests run under every MPI."""
+@pytest.mark.once  # they rest on what other tests run under every MPI
+@pytest.mark.parametrize("np", WORKED)
+def test_worked_examples(np, tmp_path):
     lines = [f"hpcdist.examples.{name}".split() for name in WORKED[np]]
     for job, output in zip(
         commands(np, *lines, cwd=tmp_path, env={"HPCDIST_STAGING": str(tmp_path)}), WORKED[np].values(), strict=True
@@ -76,22 +73,21 @@ def test_worked_examples(np: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
-def test_the_column_parallel_layer_can_follow_itself(world: hd.World) -> None:
+def test_the_column_parallel_layer_can_follow_itself(findings):
     """And trains with loss.backward(), as any module: which factor comes in where shows only behind another layer."""
     torch.manual_seed(1)
     whole = nn.Sequential(nn.Linear(4, 5).double(), nn.Tanh(), nn.Linear(5, 7).double())
     parts = nn.Sequential(ColumnParallelLinear(whole[0]), nn.Tanh(), ColumnParallelLinear(whole[2]))
-    x, findings = torch.randn(3, 4).double(), Findings(world.comm)
+    x = torch.randn(3, 4).double()
     for model in (whole, parts):
         model(x).square().sum().backward()
     for got, want in zip(parts.parameters(), whole.parameters(), strict=True):
         assert got.grad is not None and want.grad is not None
         findings.check(torch.allclose(got.grad, hd.local(want.grad, ROWS), rtol=1e-12, atol=1e-12), got.grad)
-    findings.settle()
 
 
 @pytest.mark.once
-def test_a_training_goes_on_after_a_kill_on_another_number_of_ranks(tmp_path: Path) -> None:
+def test_a_training_goes_on_after_a_kill_on_another_number_of_ranks(tmp_path):
     """From the last complete save, which may be one before the save that was under way."""
     killed = mpirun(3, "-m", "hpcdist.examples.train_fsdp", "--die-after", "7", cwd=tmp_path)
     assert killed.status != 0

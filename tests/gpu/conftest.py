@@ -1,10 +1,7 @@
 """What the GPU checks share."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,7 @@ import hpcdist as hd
 
 
 @pytest.fixture(scope="session")
-def gpu_world() -> hd.World:
+def gpu_world():
     """Ranks that share a GPU do without NCCL's group; those that have their own get it."""
     from mpi4py import MPI
 
@@ -23,7 +20,7 @@ def gpu_world() -> hd.World:
 
 
 @pytest.fixture
-def folder(gpu_world: hd.World) -> Iterator[Path]:
+def folder(gpu_world):
     """A folder that all ranks see."""
     path = Path(gpu_world.comm.bcast(tempfile.mkdtemp() if gpu_world.rank == 0 else None))
     yield path
@@ -33,6 +30,6 @@ def folder(gpu_world: hd.World) -> Iterator[Path]:
 
 
 @pytest.fixture
-def routes(gpu_world: hd.World) -> list[str]:
+def routes(gpu_world):
     """All that carry GPU memory here."""
     return ["auto", "mpi", "gloo", "hdf5", *(["nccl"] if gpu_world.settings.own_gpus else [])]

@@ -1,9 +1,6 @@
 """The verbs on GPU memory: NCCL where each rank has its own GPU, else ranks that share one, over mpi and gloo."""
 
-from __future__ import annotations
-
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,30 +21,28 @@ EXTENTS = {
 }
 
 
-def whole_of(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def whole_of(shape, dtype):
     """Bytes that count up, on the CPU (bool: 0 and 1 in turn)."""
     raw = (torch.arange(int(torch.Size(shape).numel()) * dtype.itemsize) * 7 % 251).to(torch.uint8)
     return (raw % 2 if dtype is torch.bool else raw).view(dtype).view(shape)
 
 
-def part_of(whole: torch.Tensor, dim: int, start: int, extent: int) -> torch.Tensor:
+def part_of(whole, dim, start, extent):
     return bits(whole).narrow(dim, start, extent).contiguous().view(whole.dtype)
 
 
-def strided(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+def strided(x, device):
     """A copy on the device whose dims lie in memory the other way round: as integers, since CUDA copies no int1."""
     return bits(x.contiguous()).to(device).t().contiguous().t().view(x.dtype)
 
 
-def same(x: torch.Tensor | None, y: torch.Tensor) -> bool:
+def same(x, y):
     return x is not None and x.is_cuda and torch.equal(as_bytes(x.cpu().contiguous()), as_bytes(y.contiguous()))
 
 
 @pytest.mark.parametrize("window", [limits.WINDOW, 64])
 @pytest.mark.parametrize("case", EXTENTS)
-def test_every_verb_route_dtype_and_dim(
-    case: str, window: int, routes: list[str], gpu_world: hd.World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_verb_route_dtype_and_dim(case, window, routes, gpu_world, monkeypatch):
     monkeypatch.setattr(limits, "WINDOW", window)
     rank, size = gpu_world.rank, gpu_world.world_size
     extents = [EXTENTS[case](r, size) for r in range(size)]
@@ -66,7 +61,7 @@ def test_every_verb_route_dtype_and_dim(
                 assert same(hd.split(sent, dim, counts=extents, route=route), part), (route, dtype, dim)
 
 
-def test_streams(routes: list[str], gpu_world: hd.World) -> None:
+def test_streams(routes, gpu_world):
     """What the caller's stream has under way is waited for. In the background memory is not used again too early."""
     expected = torch.arange(1, gpu_world.world_size + 1).repeat_interleave(1 << 20).float()
     for route, later in itertools.product(routes, (False, True)):
@@ -84,7 +79,7 @@ def test_streams(routes: list[str], gpu_world: hd.World) -> None:
         torch.cuda.synchronize()
 
 
-def test_cpu_and_gpu_ranks_together(gpu_world: hd.World) -> None:
+def test_cpu_and_gpu_ranks_together(gpu_world):
     x = torch.full((3,), gpu_world.rank)
     whole = hd.concat(x.to(gpu_world.device) if gpu_world.rank % 2 else x, route="mpi")
     assert whole.tolist() == [r for r in range(gpu_world.world_size) for _ in range(3)]
@@ -93,7 +88,7 @@ def test_cpu_and_gpu_ranks_together(gpu_world: hd.World) -> None:
 
 @pytest.mark.parametrize("window", [2**28, 100])
 @pytest.mark.parametrize("case", EXTENTS)
-def test_staging_from_and_to_gpu_memory(case: str, window: int, gpu_world: hd.World, folder: Path) -> None:
+def test_staging_from_and_to_gpu_memory(case, window, gpu_world, folder):
     """Through two pinned buffers: every dtype, along every dim, strided, in pieces of the window."""
     rank, size = gpu_world.rank, gpu_world.world_size
     extents = [EXTENTS[case](r, size) for r in range(size)]
@@ -114,7 +109,7 @@ def test_staging_from_and_to_gpu_memory(case: str, window: int, gpu_world: hd.Wo
             assert same(bits(out).contiguous(), bits(wholes[name])), (name, dim)
 
 
-def test_staging_waits_for_streams(gpu_world: hd.World, folder: Path) -> None:
+def test_staging_waits_for_streams(gpu_world, folder):
     """The values at the call, though a side stream has yet to compute them, and they are changed afterwards."""
     with torch.cuda.stream(torch.cuda.Stream()):
         for later, buffer in ((False, None), (True, None), (True, 0), (True, 5_000_000)):
@@ -135,7 +130,7 @@ def test_staging_waits_for_streams(gpu_world: hd.World, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("once_per", ["auto", "rank", "job"])
-def test_staging_reads_once(once_per: str, gpu_world: hd.World, folder: Path) -> None:
+def test_staging_reads_once(once_per, gpu_world, folder):
     """Into GPU memory on rank 0, and host memory elsewhere."""
     whole = torch.arange(1 << 20).view(1 << 10, 1 << 10)
     hd.staging.save(folder / "x.h5", {"a": whole, "b": whole[0] + 1}, None)

@@ -1,9 +1,6 @@
 """redistribute, structures, messages, asynchronous calls and gradients on GPU memory."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -16,12 +13,12 @@ from hpcdist.tensors import message
 pytestmark = [pytest.mark.mpi, pytest.mark.gpu]
 
 
-def _equal(x: Any, y: Tensor) -> bool:
+def _equal(x, y):
     return isinstance(x, Tensor) and x.is_cuda and torch.equal(x.cpu(), y)
 
 
 @pytest.mark.parametrize("window", [limits.WINDOW, 64])
-def test_redistribute(gpu_world: hd.World, routes: list[str], window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redistribute(gpu_world, routes, window, monkeypatch):
     monkeypatch.setattr(limits, "WINDOW", window)
     size = gpu_world.world_size
     layouts = [hd.Split(0), hd.Split(1), hd.Replicate(), hd.Block((1, size), (0, 1), "chunk")]
@@ -39,7 +36,7 @@ def test_redistribute(gpu_world: hd.World, routes: list[str], window: int, monke
 
 
 @pytest.mark.parametrize("small", [message.SMALL, 16])
-def test_structures(gpu_world: hd.World, routes: list[str], small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_structures(gpu_world, routes, small, monkeypatch):
     """Tensors of the GPU and of the host side by side; each arrives where it was, on the receiver's own GPU."""
     monkeypatch.setattr(message, "SMALL", small)
     rank, size, device = gpu_world.rank, gpu_world.world_size, gpu_world.device
@@ -62,7 +59,7 @@ def test_structures(gpu_world: hd.World, routes: list[str], small: int, monkeypa
 
 
 @pytest.mark.parametrize("piece", [limits.PIECE, 1000])
-def test_send_and_recv(gpu_world: hd.World, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_send_and_recv(gpu_world, piece, monkeypatch):
     monkeypatch.setattr(limits, "PIECE", piece)
     rank, size = gpu_world.rank, gpu_world.world_size
     x = [torch.arange(n, device=gpu_world.device) + rank for n in (0, 3, 10_000, 300_000)]
@@ -73,7 +70,7 @@ def test_send_and_recv(gpu_world: hd.World, piece: int, monkeypatch: pytest.Monk
     assert all(_equal(y, torch.arange(len(y)) + source) and y.device == gpu_world.device for y in got["x"])
 
 
-def test_gradients(gpu_world: hd.World, routes: list[str]) -> None:
+def test_gradients(gpu_world, routes):
     rank, size = gpu_world.rank, gpu_world.world_size
     for route in routes:
         x = torch.ones(rank + 1, 3, device=gpu_world.device, requires_grad=True)
@@ -86,7 +83,7 @@ def test_gradients(gpu_world: hd.World, routes: list[str]) -> None:
         assert x.grad is not None and bool((x.grad == 1).all()), route
 
 
-def test_plans_and_repeated_small_calls(gpu_world: hd.World, routes: list[str]) -> None:
+def test_plans_and_repeated_small_calls(gpu_world, routes):
     """Nothing of GPU memory travels behind the headers; plans hold for every route."""
     rank, size, device = gpu_world.rank, gpu_world.world_size, gpu_world.device
     for route, turn in itertools.product(routes, range(3)):

@@ -1,18 +1,12 @@
 """Torch's own calls on GPU memory: backend "mpi" and checkpoints."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -25,33 +19,32 @@ SIZES = [0, 3, 1000, 1 << 18]  # elements: none, inline, small, large
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
+def _quiet():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 @pytest.fixture(scope="module")
-def group(gpu_world: hd.World) -> dist.ProcessGroup:
+def group(gpu_world):
     """Backend "mpi", which takes GPU memory through host memory."""
-    found: dist.ProcessGroup = dist.new_group(backend="mpi")
-    return found
+    return dist.new_group(backend="mpi")
 
 
-def _mine(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+def _mine(rank, numel, dtype):
     """Small whole numbers, which every dtype adds up exactly."""
     return ((torch.arange(numel) + 3 * rank) % 5).to(dtype)
 
 
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
-def test_backend_mpi(dtype: torch.dtype, later: bool, gpu_world: hd.World, group: dist.ProcessGroup) -> None:
+def test_backend_mpi(dtype, later, gpu_world, group):
     """On a side stream that is still computing: what it will have computed is sent, strided memory included."""
     rank, size, device = gpu_world.rank, gpu_world.world_size, gpu_world.device
     for numel in SIZES:
         every = [_mine(r, numel, dtype) for r in range(size)]
 
-        def fresh(numel: int = numel) -> Tensor:
+        def fresh(numel=numel):
             x = torch.zeros(numel, 2, dtype=dtype, device=device)[:, 0]
             _sleep()
             return x.add_(_mine(rank, numel, dtype).to(device))
@@ -84,35 +77,35 @@ def test_backend_mpi(dtype: torch.dtype, later: bool, gpu_world: hd.World, group
                 assert torch.equal(got.cpu(), every[(rank - 1) % size]), numel
 
 
-def _sleep() -> None:
+def _sleep():
     if torch.cuda.is_available():
         torch.cuda._sleep(5_000_000)
 
 
-def _side_stream() -> Any:
+def _side_stream():
     return torch.cuda.stream(torch.cuda.Stream() if torch.cuda.is_available() else None)
 
 
-def _wait(work: dist.Work | None) -> None:
+def _wait(work):
     if work is not None:
         work.wait()
 
 
-def _mesh(world: hd.World) -> DeviceMesh:
+def _mesh(world):
     return DeviceMesh(world.device.type, list(range(world.world_size)))
 
 
-def test_dtensors_in_a_checkpoint(gpu_world: hd.World, folder: Path) -> None:
+def test_dtensors_in_a_checkpoint(gpu_world, folder):
     """By dcp, at once and in the background, and by staging, into .h5 and .safetensors; ragged rows."""
     rank, size, device = gpu_world.rank, gpu_world.world_size, gpu_world.device
     whole = torch.arange((2 * size + 1) * 700, dtype=torch.float32).view(-1, 700)
     local = hd.local(whole, hd.Split(0, "chunk")).clone().to(device)
     mesh = _mesh(gpu_world)
 
-    def of(x: Tensor) -> DTensor:
+    def of(x):
         return DTensor.from_local(x, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
 
-    state: dict[str, Any] = {"w": of(local.clone()), "b": torch.arange(9.0, device=device), "step": 3}
+    state = {"w": of(local.clone()), "b": torch.arange(9.0, device=device), "step": 3}
     later = dist.new_group(backend="gloo")
     for background in (False, True):
         path = folder / f"{background}.h5"
@@ -122,7 +115,7 @@ def test_dtensors_in_a_checkpoint(gpu_world: hd.World, folder: Path) -> None:
             dcp.async_save(state, storage_writer=HDF5Writer(path), process_group=later).result()
         else:
             dcp.save(state, storage_writer=HDF5Writer(path), process_group=later)
-        got: dict[str, Any] = {"w": of(torch.zeros_like(local)), "b": torch.zeros(9, device=device), "step": 0}
+        got = {"w": of(torch.zeros_like(local)), "b": torch.zeros(9, device=device), "step": 0}
         dcp.load(got, storage_reader=HDF5Reader(path), process_group=later)
         assert got["w"].to_local().device == device and got["step"] == 3
         assert torch.equal(got["w"].to_local().cpu(), local.cpu() + background), background

@@ -4,8 +4,6 @@ The GPU of its local rank, and with ``init(device=)`` the others the other way r
 backend, which with torch 2.15 and later are bound to that GPU; ragged data over route nccl. All on one node.
 """
 
-from __future__ import annotations
-
 import os
 
 import torch
@@ -18,7 +16,7 @@ from hpcdist.runtime.registration import BINDS
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
 
-def listening() -> set[str]:
+def listening():
     """Address and port of each socket of this process that listens, as the kernel writes them."""
     descriptors = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
     own = {os.readlink(fd) for fd in descriptors if os.path.islink(fd)}
@@ -30,7 +28,7 @@ def listening() -> set[str]:
     return found
 
 
-def check(world: hd.World) -> None:
+def check(world):
     """All groups compute on this rank's GPU."""
     rank, size = world.rank, world.world_size
     assert torch.cuda.current_device() == world.device.index
@@ -38,7 +36,7 @@ def check(world: hd.World) -> None:
     assert dist.group.WORLD.bound_device_id == (world.device if BINDS else None)
     total = size * (size + 1) / 2
 
-    def mine() -> torch.Tensor:
+    def mine():
         return torch.full((3,), rank + 1.0, device=world.device)
 
     x = mine()
@@ -63,7 +61,7 @@ def check(world: hd.World) -> None:
     dist.barrier()
 
 
-def main() -> None:
+def main():
     """Two worlds; the environment stays the user's."""
     gpus, rank = torch.cuda.device_count(), MPI.COMM_WORLD.rank
     MPI.COMM_WORLD.Barrier()

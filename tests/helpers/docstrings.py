@@ -4,18 +4,13 @@ In an output, comments (``# on rank 0; None on rank 1``) are for the reader; a s
 What an example takes as given is in ``GIVEN``.
 """
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import inspect
 import io
 import re
-from collections.abc import Iterator
 from contextlib import redirect_stdout
-from pathlib import Path
 from types import FunctionType
-from typing import Any
 
 from pages import Page, Run, matches
 
@@ -46,7 +41,7 @@ NOT_RUN = {
 }
 
 
-def find(path: str) -> Any:
+def find(path):
     """Return the object of this name."""
     parts = path.split(".")
     for i in range(len(parts), 0, -1):
@@ -60,7 +55,7 @@ def find(path: str) -> Any:
     return found
 
 
-def shown(folder: Path) -> Iterator[str]:
+def shown(folder):
     """Yield the names of the objects that the reference shows, members of classes included."""
     for page in sorted(folder.glob("*.md")):
         for path in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE):
@@ -70,7 +65,7 @@ def shown(folder: Path) -> Iterator[str]:
                 yield from (f"{path}.{name}" for name in members if isinstance(members[name], (FunctionType, property)))
 
 
-def pages(folder: Path) -> list[Page]:
+def pages(folder):
     """Return a page for each docstring with examples, on as many ranks as its title says."""
     found = []
     for path in shown(folder):
@@ -84,7 +79,7 @@ def pages(folder: Path) -> list[Page]:
     return found
 
 
-def check(path: str, space: dict[str, Any]) -> None:
+def check(path, space):
     """Run the examples of a docstring in a namespace.
 
     Raises:
@@ -111,6 +106,6 @@ def check(path: str, space: dict[str, Any]) -> None:
         assert example.want or "Error: " not in printed.getvalue(), f"{path}: {printed.getvalue()}"
 
 
-def _words(text: str) -> str:
+def _words(text):
     """Return a text without regard to where its lines end."""
     return re.sub(r"\s+", " ", re.sub(r"(?<=[\[(,]) +|\n +(?=\[)", " ", text)).replace("[ ", "[").replace("( ", "(")

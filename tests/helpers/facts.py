@@ -1,26 +1,19 @@
 """Made-up facts of a healthy job, for the doctor to judge with something changed."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
-from hpcdist.doctor.checks import Facts, Finding
-
 GIB = 2**30
 
 
-def mount(kind: str, point: str) -> dict[str, Any]:
+def mount(kind, point):
     """A mount as mount_of() describes it."""
     return {"point": point, "type": kind, "network": kind in ("lustre", "nfs4", "nfs", "gpfs")}
 
 
-def port(device: str, state: str = "ACTIVE", rate: float = 200.0) -> dict[str, Any]:
+def port(device, state="ACTIVE", rate=200.0):
     """A port of InfiniBand."""
     return {"device": device, "port": "1", "state": state, "rate": rate, "layer": "InfiniBand"}
 
 
-def rank(number: int, *, node: int = 0, local_rank: int = 0, environ: dict[str, str] | None = None) -> Facts:
+def rank(number, *, node=0, local_rank=0, environ=None):
     """Made-up facts of a healthy rank: two nodes of 64 cores, a GPU for each rank, two networks."""
     host = "ab"[node > 0]
     address = f"10.0.0.{1 + (node > 0)}"
@@ -83,19 +76,19 @@ def rank(number: int, *, node: int = 0, local_rank: int = 0, environ: dict[str, 
     }
 
 
-def healthy(**environ: str) -> list[Facts]:
+def healthy(**environ):
     """Ranks 0 and 1 on node a, 2 and 3 on node b."""
     return [rank(i, node=i // 2 * 2, local_rank=i % 2, environ=environ) for i in range(4)]
 
 
-def ill(findings: Sequence[Finding]) -> dict[str, str]:
+def ill(findings):
     """The findings that are not ok: name -> "verdict: text"; each has a fix."""
     wrong = [finding for finding in findings if finding.verdict != "ok"]
     assert all(finding.fix for finding in wrong), wrong
     return {finding.name: f"{finding.verdict}: {finding.text}" for finding in wrong}
 
 
-def change(path: str, value: Any, *where: int) -> list[Facts]:
+def change(path, value, *where):
     """Healthy facts, but for one thing on some ranks (on all if none are named)."""
     ranks = healthy()
     *inner, last = path.split(".")

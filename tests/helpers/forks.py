@@ -6,15 +6,12 @@ fork. On a host of cluster/hosts.py the fork enters its namespaces. A process wi
 of another user, runs as a true Python.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource
 import signal
 import socket
 import sys
-from collections.abc import Mapping
 
 READ_BY_IMPORTS = ("PYTHON", "LD_PRELOAD", "MALLOC_", "GLIBC_", "LC_", "LANG", "OMP_", "MKL_", "TORCH_DISTRIBUTED")
 SPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
@@ -24,12 +21,12 @@ PRELOADED = (
     *("torch.nn.parallel.distributed", "numpy"),
     *("accelerate", "datasets", "lightning", "torchmetrics", "transformers.trainer"),  # where tests/clients run
 )
-servers: list[object] = []
+servers = []
 HERE = os.path.dirname(os.path.realpath(__file__))
 HIGH = 512  # descriptors from here on are free while those of the caller take their places
 
 
-def python(executable: str, folder: str, environ: Mapping[str, str]) -> list[str]:
+def python(executable, folder, environ):
     """Start the servers, which end with this process; returns the words that stand for `executable`."""
     import subprocess
 
@@ -44,7 +41,7 @@ def python(executable: str, folder: str, environ: Mapping[str, str]) -> list[str
     return [executable, "-SE", __file__, "run", folder]
 
 
-def run(folder: str, arguments: list[str]) -> None:
+def run(folder, arguments):
     """In place of ``python ARGUMENTS``: ask for a fork, pass signals on to it, and end as it ends."""
     rank = next((os.environ[n] for n in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK") if n in os.environ), "0")
     server = socket.socket(socket.AF_UNIX)
@@ -67,7 +64,7 @@ def run(folder: str, arguments: list[str]) -> None:
     os.kill(os.getpid(), os.WTERMSIG(status))
 
 
-def serve(listener: socket.socket) -> list[str]:
+def serve(listener):
     """Fork for each caller a process that keeps the fork; returns in the forks, with their arguments."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # who keeps a fork is not waited for
     while True:
@@ -81,7 +78,7 @@ def serve(listener: socket.socket) -> list[str]:
         connection.close()
 
 
-def keep(connection: socket.socket) -> list[str]:
+def keep(connection):
     """Fork, and kill the fork when its caller or the tests end; returns in the fork."""
     caller, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     try:
@@ -114,13 +111,13 @@ def keep(connection: socket.socket) -> list[str]:
     os._exit(0)
 
 
-def decisive(environ: Mapping[str, str]) -> dict[str, str]:
+def decisive(environ):
     """Return the variables with which imports might go otherwise; this folder is no reason."""
     read = {name: value for name, value in environ.items() if name.startswith(READ_BY_IMPORTS)}
     return read if read.get("PYTHONPATH") != HERE else {name: read[name] for name in read if name != "PYTHONPATH"}
 
 
-def take_over(caller: int, environ: dict[str, str], fds: list[int], places: list[int], cwd: str) -> None:
+def take_over(caller, environ, fds, places, cwd):
     """Become what the caller is."""
     os.setpgid(0, 0)
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD, HIGH) for fd in fds]
@@ -147,12 +144,12 @@ def take_over(caller: int, environ: dict[str, str], fds: list[int], places: list
     libc.on_exit(libc._exit, None)  # torch's libraries do not take themselves apart, for a quarter of a second
 
 
-def prepare(arguments: list[str]) -> tuple[types.ModuleType, object]:
+def prepare(arguments):
     """Return a new module __main__, and what to execute in it: the code of a program, or the name of a module."""
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if arguments[0] == "-u":
         arguments = arguments[1:]
-        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        sys.stdout.reconfigure(write_through=True)
     if os.environ.get("PYTHONPATH") == HERE:
         sys.path.insert(1, HERE)
     kind, *rest = arguments
@@ -191,6 +188,6 @@ elif __name__ == "__main__":  # here, not in a function: a program is as deep in
     gc.freeze()
     main, program = prepare(serve(socket.socket(fileno=int(sys.argv[2]))))
     if isinstance(program, str):
-        runpy._run_module_as_main(program)  # type: ignore[attr-defined]  # as python -m does
+        runpy._run_module_as_main(program)  # as python -m does
     else:
         exec(program, vars(main))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,6 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,7 +23,7 @@ import forks
 from hpcdist.comm.launcher import without_launcher
 
 
-def slowness() -> float:
+def slowness():
     """How many times as long things take now as on a quiet machine, for deadlines."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
@@ -43,13 +43,13 @@ class Job:
 
 
 def mpirun(
-    np: int,
-    *args: str,
-    code: str = "",
-    cwd: Path | None = None,
-    env: dict[str, str] | None = None,
-    quick: bool = True,
-) -> Job:
+    np,
+    *args,
+    code="",
+    cwd=None,
+    env=None,
+    quick=True,
+):
     """Run ``python *args`` (or ``python -c code``) on `np` ranks of the MPI that this Python's mpi4py uses.
 
     np 0 runs it without a launcher; `quick` is false for true processes, which import torch themselves. An
@@ -59,45 +59,68 @@ def mpirun(
     return run([*(launcher(np) if np else []), *(python() if quick else [sys.executable]), *args], cwd=cwd, env=env)
 
 
-def commands(
-    np: int, *lines: Sequence[object], cwd: Path | None = None, env: dict[str, str] | None = None
-) -> list[Job]:
-    """Run commands, each (module, *arguments), one after the other in one job of `np` ranks: see commands.py.
+def together(np, steps, folder, **options):
+    """Run steps one after the other in one job of `np` ranks: see commands.py.
 
-    How each would end as a job of its own. An AssertionError if their job does not end well.
+    How each would end as a job of its own, up to the one that has ended the job, if one has.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        told = json.dumps([list(map(str, line)) for line in lines])
-        job = mpirun(np, str(Path(__file__).with_name("commands.py")), folder, told, cwd=cwd, env=env)
+    result = folder / "result.json"
+    result.unlink(missing_ok=True)
+    (folder / "task.json").write_text(json.dumps(steps))
+    job = mpirun(np, str(Path(__file__).with_name("commands.py")), str(folder), **options)
+    done = [Job(*one) for one in json.loads(result.read_text())] if result.exists() else []
+    if len(done) < len(steps):
+        files = [folder / f"{len(done)}.{kind}" for kind in ("out", "err")]
+        out, err = (file.read_text(errors="replace") if file.exists() else "" for file in files)
+        for file in files:
+            file.unlink(missing_ok=True)
+        done.append(Job(job.status or 1, out, f"{err}\nthe job has ended:\n{job.out}\n{job.err}"))
+    else:
         assert job.status == 0, job
-        statuses = [max(of_ranks) for of_ranks in json.loads(job.out)]
-        said = [
-            [Path(folder, f"{i}.{kind}").read_text(errors="replace") for kind in ("out", "err")]
-            for i in range(len(lines))
-        ]
-        return [Job(status, out, err) for status, (out, err) in zip(statuses, said, strict=True)]
+    return done
 
 
-def python(executable: str = sys.executable) -> list[str]:
+def commands(np, *lines, cwd=None, env=None):
+    """Run commands one after the other in one job of `np` ranks: (module, *arguments), ("-c", code, *arguments) or
+    (file.py, *arguments), with variables before them: see commands.py.
+
+    How each would end as a job of its own. An AssertionError if one ends their job.
+    """
+    steps = []
+    for line in lines:
+        words = [str(word) for word in line]
+        at = next(i for i, word in enumerate(words) if not re.match(r"[A-Z_0-9]+=", word))
+        if words[at] == "-c":
+            words[at + 1] = textwrap.dedent(words[at + 1])
+        elif not words[at].endswith(".py"):
+            words.insert(at, "-m")
+        steps.append({"words": words, "code": "", "fresh": False, "cwd": str(cwd or Path.cwd())})
+    with tempfile.TemporaryDirectory() as folder:
+        done = together(np, steps, Path(folder), cwd=cwd, env=env)
+    assert len(done) == len(lines), (lines[len(done) - 1], done[-1])
+    return done
+
+
+def python(executable=sys.executable):
     """The words before a program's arguments: as `executable`, but torch is imported already: see forks.py."""
     with _serving:  # threads may start jobs at once
         return _serve(executable)
 
 
 @cache
-def _serve(executable: str) -> list[str]:
+def _serve(executable):
     folder = tempfile.mkdtemp(prefix="hpcdist-fork-", dir="/var/tmp")  # which all hosts share
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return forks.python(executable, folder, {**without_launcher(os.environ), "OMP_NUM_THREADS": "1"})
 
 
-def launcher(np: int) -> list[str]:
+def launcher(np):
     """The mpirun of the MPI that this Python's mpi4py uses, for `np` ranks."""
     own = Path(sys.executable).with_name("mpirun")
     return [str(own) if own.exists() else str(shutil.which("mpirun")), "-n", str(np)]
 
 
-def communicate(process: subprocess.Popen[str], seconds: float = DEADLINE) -> tuple[str, str]:
+def communicate(process, seconds=DEADLINE):
     """What a process has printed when it has ended.
 
     Raises:
@@ -114,7 +137,7 @@ def communicate(process: subprocess.Popen[str], seconds: float = DEADLINE) -> tu
                 raise
 
 
-def run(command: Sequence[str], cwd: Path | None = None, env: dict[str, str] | None = None) -> Job:
+def run(command, cwd=None, env=None):
     """Run a command as the leader of its own session, and end that whole session if the deadline passes."""
     with subprocess.Popen(
         command,

@@ -15,15 +15,12 @@ What a page can hold, in its order:
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from pathlib import Path
 
-from launch import Job, mpirun, run as run_command
+from launch import mpirun, run as run_command, together
 
 # What console blocks may show besides Python programs.
 NOT_RUN = re.compile(
@@ -78,7 +75,7 @@ class Page:
     runs: list[Run]
 
 
-def parse(name: str, text: str) -> Page:
+def parse(name, text):
     """Read a page.
 
     Raises:
@@ -117,10 +114,10 @@ def parse(name: str, text: str) -> Page:
     return page
 
 
-def _console(page: str, line: int, block: str, mark: str) -> list[Run]:
+def _console(page, line, block, mark):
     """Return what a block ``console`` runs."""
-    runs: list[Run] = []
-    current: Run | None = None
+    runs = []
+    current = None
     for i, text in enumerate(re.sub(r"\\\n +", lambda found: " ", block).splitlines(), line + 1):
         if text.startswith("$ "):
             current = _command(page, i, text.removeprefix("$ "), mark)
@@ -131,14 +128,14 @@ def _console(page: str, line: int, block: str, mark: str) -> list[Run]:
     return runs
 
 
-def _command(page: str, line: int, text: str, mark: str) -> Run | None:
+def _command(page, line, text, mark):
     """Return what a line runs; None if it is not for the tests.
 
     Raises:
         ValueError: it is neither.
     """
     words = re.sub(r" +# .*", "", text)
-    env = dict(re.findall(r"(\b[A-Z][A-Z_0-9]*)=(\S+) ", re.match(r"(?:[A-Z_0-9]+=\S+ )*", words)[0]))  # type: ignore[index]
+    env = dict(re.findall(r"(\b[A-Z][A-Z_0-9]*)=(\S+) ", re.match(r"(?:[A-Z_0-9]+=\S+ )*", words)[0]))
     found = _LAUNCH.fullmatch(re.sub(r"^(?:[A-Z_0-9]+=\S+ )*", "", words))
     if NOT_RUN.match(words):
         return None
@@ -152,12 +149,12 @@ def _command(page: str, line: int, text: str, mark: str) -> Run | None:
     return Run(page, line, np, shlex.split(found["words"]), fails=mark == "fails", alone=alone, env=env)
 
 
-def execute(pages: Sequence[Page], folder: Path) -> dict[str, list[str]]:
+def execute(pages, folder):
     """Run what the pages hold, below `folder`; return what was wrong: name of the page -> problems.
 
     Each job takes from every page the next runs on its number of ranks, so that there are few jobs.
     """
-    wrong: dict[str, list[str]] = {page.name: [] for page in pages}
+    wrong = {page.name: [] for page in pages}
     left = {page.name: list(page.runs) for page in pages}
     for page in pages:
         (folder / page.name).mkdir(parents=True)
@@ -181,7 +178,7 @@ def execute(pages: Sequence[Page], folder: Path) -> dict[str, list[str]]:
         for runs in left.values():
             while runs and runs[0].np == np and not runs[0].alone:
                 batch.append(runs.pop(0))
-        done = _together(np, batch, folder)
+        done = together(np, [{**asdict(run), "cwd": str(folder / run.page)} for run in batch], folder)
         for run, job in zip(batch, done, strict=False):
             wrong[run.page] += _judge(run, job)
         if len(done) < len(batch):  # the last one has ended the job: the rest of its page cannot run, other pages can
@@ -192,28 +189,12 @@ def execute(pages: Sequence[Page], folder: Path) -> dict[str, list[str]]:
     return wrong
 
 
-def _changes(runs: Sequence[Run]) -> int:
+def _changes(runs):
     """Return how often the number of ranks changes from here on."""
     return sum(a.np != b.np for a, b in pairwise(runs))
 
 
-def _together(np: int, batch: list[Run], folder: Path) -> list[Job]:
-    """Run one after the other in one job; return those that ended, the last of which may have ended the job."""
-    task, result = folder / "task.json", folder / "result.json"
-    result.unlink(missing_ok=True)
-    task.write_text(json.dumps([asdict(run) for run in batch]))
-    job = mpirun(np, str(Path(__file__).with_name("pages_job.py")), str(folder))
-    done = [Job(*one) for one in json.loads(result.read_text())] if result.exists() else []
-    if len(done) < len(batch):
-        files = [folder / f"{len(done)}.{kind}" for kind in ("out", "err")]
-        out, err = (file.read_text(errors="replace") if file.exists() else "" for file in files)
-        for file in files:
-            file.unlink(missing_ok=True)
-        done.append(Job(job.status or 1, out, f"{err}\nthe job has ended:\n{job.out}\n{job.err}"))
-    return done
-
-
-def _judge(run: Run, job: Job) -> list[str]:
+def _judge(run, job):
     """Return what is wrong with how a run ended."""
     where = f"{run.page}:{run.line}: {run.shell or ' '.join(run.words)}"
     if bool(job.status) != run.fails:
@@ -224,11 +205,11 @@ def _judge(run: Run, job: Job) -> list[str]:
     return []
 
 
-def matches(expected: str, printed: str) -> bool:
+def matches(expected, printed):
     """Whether a text is the expected one, in which "..." stands for anything."""
     parts = [re.escape(part) for part in _stripped(expected).split("...")]
     return re.fullmatch(".*".join(parts), _stripped(printed), re.DOTALL) is not None
 
 
-def _stripped(text: str) -> str:
+def _stripped(text):
     return "\n".join(line.rstrip() for line in text.strip().splitlines())

@@ -1,7 +1,5 @@
 """What tests ask about the run that they are in."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -12,7 +10,7 @@ OMPI_MCA_rmaps_base_oversubscribe PRTE_MCA_rmaps_default_mapping_policy=:oversub
 OMPI_MCA_hwloc_base_binding_policy=none PRTE_MCA_hwloc_default_binding_policy=none OMPI_MCA_mpi_yield_when_idle"""
 
 
-def environ() -> dict[str, str]:
+def environ():
     """Return the environment for pytest and its jobs: root, and more ranks than cores.
 
     Without networks Open MPI takes ob1 in the end, after 0.2 s in which it waits for them.

@@ -1,8 +1,5 @@
 """Small models and their training on one process, which training on all ranks must equal."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
@@ -11,17 +8,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 if TYPE_CHECKING:
-    from collective import Findings
-    from mpi4py import MPI
-
-__all__ = ["Batch", "batches", "check_close", "check_same_on_all_ranks", "mlp", "mse", "shard_of", "train"]
+    pass
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, one row a sample
 
 INPUTS, HIDDEN, OUTPUTS = 5, 7, 3  # no multiples of 2 or 3, so that shards are uneven
 
 
-def mlp(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+def mlp(seed=0, dtype=torch.float64):
     """Three layers; the same weights on every rank that gives the same seed."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -35,25 +29,34 @@ def mlp(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
         return nn.Sequential(*layers).to(dtype)
 
 
-def batches(count: int, rows: int, dtype: torch.dtype = torch.float64) -> list[Batch]:
+def batches(count, rows, dtype=torch.float64):
     """`count` batches of `rows` samples, the same on every rank."""
     draw = torch.Generator().manual_seed(1)
     shapes = (rows, INPUTS), (rows, OUTPUTS)
-    return [tuple(torch.randn(s, generator=draw, dtype=torch.float64).to(dtype) for s in shapes) for _ in range(count)]  # type: ignore[misc]
+    return [tuple(torch.randn(s, generator=draw, dtype=torch.float64).to(dtype) for s in shapes) for _ in range(count)]
 
 
-def shard_of(batch: Batch, rank: int, size: int) -> Batch:
+ROWS = 2  # of a batch, on each rank
+
+
+def data_of(world, count=4):
+    """Batches for all ranks, and this rank's rows of them."""
+    data = batches(count, ROWS * world.world_size)
+    return data, [shard_of(batch, world.rank, world.world_size) for batch in data]
+
+
+def shard_of(batch, rank, size):
     """This rank's rows of a batch whose rows are a multiple of `size`."""
     x, y = batch
     rows = len(x) // size
     return x[rank * rows : (rank + 1) * rows], y[rank * rows : (rank + 1) * rows]
 
 
-def mse(model: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
+def mse(model, batch):
     return functional.mse_loss(model(batch[0]), batch[1])
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Iterable[Batch]) -> list[float]:
+def train(model, optimizer, data):
     """One step a batch; the losses."""
     losses = []
     for batch in data:
@@ -65,9 +68,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Iterable[Bat
     return losses
 
 
-def check_close(
-    findings: Findings, got: Iterable[Tensor], expected: Iterable[Tensor], message: str, tolerance: float = 1e-12
-) -> None:
+def check_close(findings, got, expected, message, tolerance=1e-12):
     """Both have as many tensors, of equal dtypes and shapes, and of values that rounding alone tells apart."""
     for i, (x, y) in enumerate(zip(got, expected, strict=True)):
         if x.dtype != y.dtype or x.shape != y.shape:
@@ -79,7 +80,7 @@ def check_close(
         findings.check(torch.allclose(x, y, rtol=tolerance, atol=tolerance), f"{message}, tensor {i}: {shown}")
 
 
-def check_same_on_all_ranks(findings: Findings, comm: MPI.Comm, tensors: Sequence[Tensor], message: str) -> None:
+def check_same_on_all_ranks(findings, comm, tensors, message):
     """Every bit: replicas that differ in rounding drift apart."""
     digests = [
         sha256(x.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest() for x in tensors

@@ -133,6 +133,19 @@ def test_salloc_gets_the_options_as_sbatch_reads_them(tmp_path):
         assert words[-len(end) :] == ([] if status else end)
 
 
+def test_a_launcher_that_is_none_is_refused(tmp_path):
+    (tmp_path / "job").write_text(write(Shape()))
+    environ = dict.fromkeys(
+        ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK"), "1"
+    )
+    (tmp_path / "srun").write_text("#!/bin/sh\necho pmix\n")
+    (tmp_path / "srun").chmod(0o755)
+    path = f"{tmp_path}:{Path(sys.executable).parent}:/usr/bin:/bin"
+    environ |= {"PATH": path, "HPCDIST_LAUNCHER": "pigeon", "SLURM_JOB_NODELIST": "n1"}
+    done = subprocess.run(["bash", "job"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "HPCDIST_LAUNCHER=pigeon: expected srun or mpirun" in done.stderr, done
+
+
 def test_shellcheck_finds_nothing():
     path = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert path is not None

@@ -1,9 +1,6 @@
 """Binding to NUMA domains: on made-up trees of /sys, and in a job."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 from launch import mpirun
@@ -12,17 +9,17 @@ from hpcdist.process.machine import beside, choose, domains
 
 ALL = set(range(8))
 TWO = [{0, 1, 4, 5}, {2, 3, 6, 7}]  # with hardware threads, as Linux numbers them
-NO_GPU: set[int] = set()
+NO_GPU = set()
 
 
-def tree(root: Path, files: dict[str, str]) -> Path:
+def tree(root, files):
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     return root
 
 
-def test_what_linux_lists(tmp_path: Path) -> None:
+def test_what_linux_lists(tmp_path):
     """In the order of their numbers, without domains of memory alone."""
     node, pci = "devices/system/node", "bus/pci/devices"
     files = {
@@ -66,17 +63,17 @@ def test_what_linux_lists(tmp_path: Path) -> None:
         ([(ALL, TWO[1]), (ALL, NO_GPU)], [TWO[1], TWO[1]]),
     ],
 )
-def test_the_choice(ranks: list[tuple[set[int], set[int]]], expected: list[set[int]]) -> None:
+def test_the_choice(ranks, expected):
     assert choose(ranks, TWO) == expected
     assert all(chosen <= own for chosen, (own, _) in zip(expected, ranks, strict=True))
 
 
-def test_a_system_that_lists_no_domains_binds_nothing() -> None:
+def test_a_system_that_lists_no_domains_binds_nothing():
     assert choose([(ALL, NO_GPU), ({0, 1}, NO_GPU)], []) == [ALL, {0, 1}]
 
 
 @pytest.mark.once
-def test_init_binds_every_thread_and_refuses_another_word() -> None:
+def test_init_binds_every_thread_and_refuses_another_word():
     done = mpirun(
         2,
         code="""

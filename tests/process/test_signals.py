@@ -1,7 +1,5 @@
 """A signal's handler that raises inside a call: the rank would be out of step, so the job ends, and says why."""
 
-from __future__ import annotations
-
 import pytest
 from launch import mpirun
 
@@ -29,7 +27,7 @@ def within(seconds, step):
 @pytest.mark.parametrize(
     ("name", "call"), [("a plan of redistribute", "plan(x)"), ("concat", "hd.concat(x)"), ("finalize", "hd.finalize()")]
 )
-def test_in_a_collective(name: str, call: str) -> None:
+def test_in_a_collective(name, call):
     """Rank 0 gets it while it waits for rank 1, and catches the error: without an end the next call would hang, or take
     the data of this one."""
     code = f"""
@@ -47,8 +45,9 @@ print("next", hd.concat(x))
 
 
 @pytest.mark.once
-def test_while_nothing_has_come() -> None:
-    """recv waits where handlers run, and an error there costs nobody anything; nor outside of calls."""
+def test_outside_of_calls_and_sys_exit_in_a_handler():
+    """recv waits where handlers run, and an error there, while nothing has come, costs nobody anything. Handlers of
+    SIGTERM exit: the job ends with that status."""
     job = mpirun(
         2,
         code=BEGIN
@@ -57,25 +56,11 @@ if world.rank == 0:
     print("got", within(0.3, lambda: hd.recv(1)))
     print("got", within(0.3, lambda: time.sleep(5)))
     world.comm.Barrier()
-    print("got", hd.recv(1))
+    print("got", hd.recv(1), flush=True)
 else:
     world.comm.Barrier()
     hd.send("a message", 0)
 os.write(1, f"next {hd.concat(x).tolist()}\\n".encode())  # at once: mpirun may put two lines into one
-""",
-    )
-    assert job.status == 0, job.err
-    assert job.out.count("got too late") == 2 and "got a message" in job.out
-    assert job.out.count("next [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]") == 2
-
-
-@pytest.mark.once
-def test_sys_exit_in_a_handler() -> None:
-    """As handlers of SIGTERM do: the job ends with that status."""
-    job = mpirun(
-        2,
-        code=BEGIN
-        + """
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 if world.rank == 0:
     import threading
@@ -87,4 +72,6 @@ time.sleep(20)
 """,
     )
     assert job.status == 7, job.err
+    assert job.out.count("got too late") == 2 and "got a message" in job.out
+    assert job.out.count("next [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]") == 2
     assert "concat() was interrupted" in job.err

@@ -1,15 +1,12 @@
 """``python -m hpcdist.run``: programs that are written for torchrun, as they are."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
-from launch import Job, commands, launcher, mpirun, python, run
+from launch import commands, mpirun, run
 
 pytestmark = pytest.mark.once  # tests/clients has it under each MPI
 RUN = ("-m", "hpcdist.run")
@@ -24,22 +21,22 @@ NAMES = [
 ]
 
 
-def write(folder: Path, body: str, name: str = "program.py") -> str:
+def write(folder, body, name="program.py"):
     (folder / name).write_text(textwrap.dedent(SAY) + textwrap.dedent(body))
     return name
 
 
-def job(np: int, folder: Path, body: str, *options: str, **env: str) -> Job:
+def job(np, folder, body, *options, **env):
     return mpirun(np, *RUN, *options, write(folder, body), "--epochs", "3", "--mpi", cwd=folder, env=env)
 
 
-def lines(done: Job) -> list[list[object]]:
+def lines(done):
     assert done.status == 0, done.err
     return sorted(json.loads(line) for line in done.out.splitlines())
 
 
 @pytest.mark.parametrize("np", [0, 2])
-def test_a_program_runs_as_it_is(np: int, tmp_path: Path) -> None:
+def test_a_program_runs_as_it_is(np, tmp_path):
     """As python runs it: its arguments, folder and __main__; and its groups by env://, again after destroy. A store
     listens at the address. Processes that it forks may end as they like, and make a group; the job is their parent's. A
     variable that is empty is none."""
@@ -83,24 +80,18 @@ def test_a_program_runs_as_it_is(np: int, tmp_path: Path) -> None:
     assert lines(done) == sorted([b, size, rank] for b in ("gloo", "mpi", "", "cpu:gloo") for rank in range(size))
 
 
-def test_the_variables_are_those_of_torchrun(tmp_path: Path) -> None:
+def test_the_variables_are_those_of_torchrun(tmp_path):
     body = f"say([os.environ.get(name) for name in {NAMES!r}])"
     found = lines(mpirun(2, *RUN, write(tmp_path, body), cwd=tmp_path, env={"OMP_NUM_THREADS": ""}))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
     expected = lines(run(["env", "--unset=OMP_NUM_THREADS", *command], cwd=tmp_path))
     address = NAMES.index("MASTER_ADDR")
     for (values,) in [*found, *expected]:
-        values[address] = values[address] and "some"  # type: ignore[index]
+        values[address] = values[address] and "some"
     assert found == expected
 
 
-def test_the_users_address_is_kept(tmp_path: Path) -> None:
-    """A group needs neither it nor the port."""
-    body = "dist.init_process_group('gloo'); dist.barrier(); say(os.environ['MASTER_PORT'], torch.get_num_threads())"
-    assert lines(job(2, tmp_path, body, MASTER_ADDR="nowhere", MASTER_PORT="1")) == [["1", 1]] * 2
-
-
-def test_a_program_that_starts_mpi_is_refused(tmp_path: Path) -> None:
+def test_a_program_that_starts_mpi_is_refused(tmp_path):
     """In one line, also where one rank alone does and the other one waits for it."""
     body = """
     import mpi4py
@@ -115,36 +106,15 @@ def test_a_program_that_starts_mpi_is_refused(tmp_path: Path) -> None:
     assert re.search(r"^hpcdist run: error: MPI.Init\(\) at .*program.py:9: .*HD112", done.err, re.MULTILINE), done.err
 
 
-def test_workers_and_modules(tmp_path: Path) -> None:
-    (tmp_path / "package").mkdir()
-    write(
-        tmp_path,
-        """
-    from torch.utils.data import DataLoader
-    if __name__ == "__main__":
-        dist.init_process_group("gloo")
-        assert sys.argv[1:] == ["--x"] and sys.path[0] == os.getcwd()
-        for how in ("fork", "spawn"):
-            loader = DataLoader(range(4), batch_size=2, num_workers=1, multiprocessing_context=how)
-            say(how, [batch.tolist() for batch in loader])
-        dist.barrier()
-    """,
-        "package/train.py",
-    )
-    done = mpirun(2, *RUN, "-m", "package.train", "--x", cwd=tmp_path)
-    assert lines(done) == [[how, [[0, 1], [2, 3]]] for how in ("fork", "fork", "spawn", "spawn")]
-
-
 @pytest.mark.parametrize(
     ("body", "status", "printed"),
     [
         ("raise KeyError('mine')", 1, "KeyError: 'mine'"),
         ("raise SystemExit(5)", 5, ""),
-        ("os._exit(4)", 4, "os._exit(4) at"),
         ("os.kill(os.getpid(), 2)", 130, "KeyboardInterrupt"),
     ],
 )
-def test_a_rank_that_fails_ends_the_job(body: str, status: int, printed: str, tmp_path: Path) -> None:
+def test_a_rank_that_fails_ends_the_job(body, status, printed, tmp_path):
     """With its status; its own traceback is printed once, and no frame of hpcdist's."""
     done = job(
         2,
@@ -163,7 +133,7 @@ def test_a_rank_that_fails_ends_the_job(body: str, status: int, printed: str, tm
         assert re.search(r"^\[rank1\]: +File .*program.py", done.err, re.MULTILINE), done.err
 
 
-def test_a_rank_that_does_not_reach_a_group_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_reach_a_group_is_named(tmp_path):
     body = """
     import time
     if os.environ["RANK"] == "1": time.sleep(600)
@@ -174,8 +144,8 @@ def test_a_rank_that_does_not_reach_a_group_is_named(tmp_path: Path) -> None:
     assert re.search(r"rank 1 \(.*\) has not reached this call: it is in Python, at program.py", done.err), done.err
 
 
-def test_what_is_no_program_is_refused(tmp_path: Path) -> None:
-    """In one line, with a code and status 2."""
+def test_what_is_no_program_is_refused(tmp_path):
+    """In one line, with a code and status 2. So are variables that contradict MPI, and worlds of one under torchrun."""
     (tmp_path / "script.sh").write_text("if [ 1 ]; then srun python train.py; fi\n")
     (tmp_path / "binary").write_bytes(b"\x7fELF\0\0")
     (tmp_path / "file").write_text("")
@@ -214,49 +184,51 @@ def test_what_is_no_program_is_refused(tmp_path: Path) -> None:
         ("--no-such",): "required: SCRIPT .see",
         (): "required: SCRIPT .see",
     }
-    for case, done in zip(cases, commands(2, *[("hpcdist.run", *case) for case in cases], cwd=tmp_path), strict=True):
-        assert done.status == 2, (case, done)
-        assert re.fullmatch(rf"hpcdist run: error: .*{cases[case]}.*\n", done.err), (case, done)
+    contradictions = {  # variables that are not MPI's, or differ between the ranks
+        "RANK=7": "RANK=7, but MPI says .*: unset RANK .HD106.",
+        "NODE_RANK=7": "NODE_RANK=7, but MPI says 0: unset NODE_RANK .HD106.",
+        "LOCAL_WORLD_SIZE=7": "LOCAL_WORLD_SIZE=7, but MPI says .*: unset LOCAL_WORLD_SIZE .HD106.",
+        "MASTER_PORT=2950{rank}": "MASTER_PORT=29501, but rank 0 has 29500: unset MASTER_PORT .HD106.",
+    }
+    lines = {("hpcdist.run", *case): text for case, text in cases.items()}
+    lines |= {(name, "hpcdist.run", "program.py"): text for name, text in contradictions.items()}
+    for line, done in zip(lines, commands(2, *lines, cwd=tmp_path), strict=True):
+        assert done.status == 2, (line, done)
+        assert re.fullmatch(rf"hpcdist run: error: .*{lines[line]}.*\n", done.err), (line, done)
+    torchrun = ("WORLD_SIZE=2", "RANK=0", "LOCAL_RANK=0", "hpcdist.run", "program.py")
+    (done,) = commands(0, torchrun, cwd=tmp_path)
+    assert done.status != 0 and "started 2 processes, without MPI" in done.err, done
 
 
-@pytest.mark.parametrize("name", ["RANK", "LOCAL_WORLD_SIZE"])
-def test_a_variable_that_contradicts_is_refused(name: str, tmp_path: Path) -> None:
-    done = job(2, tmp_path, "", **{name: "7"})
-    assert done.status == 2
-    assert done.err.count(f"{name}=7, but MPI says") == 1 and f"unset {name} [HD106]" in done.err, done.err
-
-
-def test_variables_that_differ_are_refused(tmp_path: Path) -> None:
-    write(tmp_path, "")
-    script = 'export MASTER_PORT=$((29500 + ${PMI_RANK:-$OMPI_COMM_WORLD_RANK})); exec "$@"'
-    done = run([*launcher(2), "bash", "-c", script, "bash", *python(), *RUN, "program.py"], cwd=tmp_path)
-    assert done.status == 2
-    assert "MASTER_PORT=29501, but rank 0 has 29500: unset MASTER_PORT [HD106]" in done.err, done.err
-
-
-def test_under_torchrun_it_is_refused(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = run([*command, *RUN, write(tmp_path, "")], cwd=tmp_path)
-    assert done.status != 0 and "started 2 processes, without MPI" in done.err, done.err
-
-
-def test_the_options(tmp_path: Path) -> None:
-    """--mpi replaces gloo alone; lines are tagged, or go to one file per rank, to which another run adds."""
+def test_the_options(tmp_path):
+    """--mpi replaces gloo alone; lines are tagged, or go to one file per rank, to which another run adds. A module has
+    workers. The user's address is kept: a group needs neither it nor the port."""
     body = """
-    dist.init_process_group("gloo")
-    print(dist.get_backend(), dist.get_backend(dist.new_group(backend="gloo")))
-    print("wor", end="", flush=True)
-    print("se", file=sys.stderr)
-    print("ds")
+    from torch.utils.data import DataLoader
+    if __name__ == "__main__":
+        dist.init_process_group("gloo")
+        print(dist.get_backend(), dist.get_backend(dist.new_group(backend="gloo")))
+        print("wor", end="", flush=True)
+        print("se", file=sys.stderr)
+        print("ds", os.environ["MASTER_PORT"], torch.get_num_threads(), sys.argv[1], sys.path[0] == os.getcwd())
+        for how in ("fork", "spawn"):
+            loader = DataLoader(range(4), batch_size=2, num_workers=1, multiprocessing_context=how)
+            print(how, [batch.tolist() for batch in loader])
+        dist.barrier()
     """
-    done = job(2, tmp_path, body, "--mpi", "--tag-output", "--bind", "numa")
+    (tmp_path / "package").mkdir()
+    write(tmp_path, body, "package/train.py")
+    words, env = ("-m", "package.train", "--x"), {"MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}
+    said = ["words 1 1 --x True", *(f"{how} [[0, 1], [2, 3]]" for how in ("fork", "spawn"))]
+    done = mpirun(2, *RUN, "--mpi", "--tag-output", "--bind", "numa", *words, cwd=tmp_path, env=env)
     assert done.status == 0, done.err
-    assert sorted(done.out.splitlines()) == ["[0] mpi mpi", "[0] words", "[1] mpi mpi", "[1] words"]
+    expected = [f"[{rank}] {line}" for rank in range(2) for line in ("mpi mpi", *said)]
+    assert sorted(done.out.splitlines()) == sorted(expected)
     assert sorted(line for line in done.err.splitlines() if "se" in line) == ["[0] se", "[1] se"]
     (tmp_path / "logs" / "1").mkdir(parents=True)
     files = [tmp_path / "logs" / "1" / f"rank-{rank}.txt" for rank in range(2)]
     files[0].write_text("of another run\n")
-    done = job(2, tmp_path, body, "--rank-output", "logs/1")
+    done = mpirun(2, *RUN, "--rank-output", "logs/1", *words, cwd=tmp_path, env=env)
     assert (done.status, done.out) == (0, ""), done
     for file in files:
         written = file.read_text()

@@ -1,7 +1,5 @@
 """``stop_at_random.py TRIALS FILE``: a training that is stopped and resumed TRIALS times, by a signal to any rank."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -19,7 +17,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 ROWS = 1000
 
 
-def trial(number: int, path: str, draw: random.Random) -> int:
+def trial(number, path, draw):
     """Go on from the file until the ranks have stopped, and save. Returns the number of steps."""
     who, sent, after = draw.randrange(COMM.size), draw.choice(SIGNALS), draw.random() * 0.2
     world = hd.init(stop_on=SIGNALS)

@@ -1,41 +1,35 @@
 """Asynchronous calls: several in flight, errors, timeouts, what runs meanwhile; and jobs that end with some open."""
 
-from __future__ import annotations
-
 import math
 import re
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from datetime import timedelta
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 from cases import whole_of
-from collective import Findings, raises_on_all_ranks
+from collective import raises_on_all_ranks
 from launch import mpirun
-from torch import Tensor
 
 import hpcdist as hd
 from hpcdist.runtime import background as handles
-from hpcdist.runtime.background import Handle
 
 ROUTES = ("mpi", "gloo", "hdf5")
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("route", ROUTES)
-def test_every_verb_in_flight_at_once(world: hd.World, route: str) -> None:
+def test_every_verb_in_flight_at_once(world, findings, route):
     """They are waited for in another order than they were begun in, and verbs of the foreground run in between."""
-    findings, size = Findings(world.comm), world.world_size
+    size = world.world_size
     whole = whole_of((2 * size, 3), torch.float32)
     mine = whole[2 * world.rank : 2 * world.rank + 2]
     root = size - 1
     out = torch.zeros_like(whole)
-    found: dict[str, Handle[Any]] = {
+    found = {
         "concat": hd.concat(mine, route=route, async_op=True),
         "gather": hd.gather(mine, 0, root, route=route, async_op=True),
         "split": hd.split(whole if world.rank == root else None, 0, root, route=route, async_op=True),
@@ -44,7 +38,7 @@ def test_every_verb_in_flight_at_once(world: hd.World, route: str) -> None:
         "local": hd.split(whole, root=None, async_op=True),
     }
     findings.same(hd.concat(mine.clone()), whole, "the foreground meanwhile")
-    expected: dict[str, Tensor | None] = dict.fromkeys(found, whole)
+    expected = dict.fromkeys(found, whole)
     expected |= {"gather": whole if world.rank == root else None, "split": mine, "local": mine}
     for name in reversed(found):
         got, want = found[name].wait(60), expected[name]
@@ -54,13 +48,11 @@ def test_every_verb_in_flight_at_once(world: hd.World, route: str) -> None:
             findings.same(got, want, name)
         findings.check(found[name].done() and found[name].wait() is got, f"{name}: a second wait")
     findings.check(found["out"].wait() is out, "out is returned")
-    findings.settle()
 
 
 @pytest.mark.mpi(min_size=2)
-def test_it_goes_on_while_this_rank_does_other_things(world: hd.World) -> None:
+def test_it_goes_on_while_this_rank_does_other_things(world, findings):
     """A late rank: the others have their hands free, done() says no, and wait() stops waiting when asked to."""
-    findings = Findings(world.comm)
     last = world.world_size - 1
     gate = threading.Event()
     if world.rank == last:
@@ -82,13 +74,11 @@ def test_it_goes_on_while_this_rank_does_other_things(world: hd.World) -> None:
         gate.wait(0.01)
     findings.check(handle.done(), "not done by itself")
     findings.same(handle.wait(), torch.arange(world.world_size).repeat_interleave(2), "result")
-    findings.settle()
 
 
 @pytest.mark.mpi(min_size=2)
-def test_an_error_comes_out_of_wait(world: hd.World) -> None:
+def test_an_error_comes_out_of_wait(world, findings):
     """The same on all ranks; what was begun before and after is not concerned."""
-    findings = Findings(world.comm)
     good = hd.concat(torch.ones(2), async_op=True)
     bad = hd.concat(torch.ones(2, dtype=torch.float64 if world.rank else torch.float32), async_op=True)
     wrong = hd.gather(torch.ones(2), root=99, async_op=True)
@@ -98,18 +88,17 @@ def test_an_error_comes_out_of_wait(world: hd.World) -> None:
     raises_on_all_ranks(world.comm, hd.RankError, wrong.wait)
     findings.check(good.wait(60).numel() == 2 * world.world_size, "before")
     findings.check(after.wait(60).numel() == 3 * world.world_size, "after")
-    findings.settle()
 
 
 @pytest.mark.mpi
-def test_a_wait_of_any_length(world: hd.World) -> None:
+def test_a_wait_of_any_length(world, findings):
     """Infinity is no limit, and so is what is longer than a thread can wait; a wrong one is this rank's own error."""
-    findings, x = Findings(world.comm), torch.arange(3)
+    x = torch.arange(3)
     peer = (world.rank + 1) % world.world_size
     received = hd.irecv((world.rank - 1) % world.world_size)
     for wrong in (-1, math.nan, -math.inf, "1", True, timedelta(seconds=-1), -(10**5000)):
         with pytest.raises((ValueError, TypeError), match="timeout"):
-            received.wait(wrong)  # type: ignore[arg-type]
+            received.wait(wrong)
     for short in (0, 0.001, timedelta(milliseconds=1)):
         with pytest.raises(TimeoutError, match="not done after"):
             received.wait(short)
@@ -118,12 +107,10 @@ def test_a_wait_of_any_length(world: hd.World) -> None:
     for long in (math.inf, 1e300, timedelta.max, 10**5000):
         findings.same(received.wait(long), x, f"{long:.3}" if isinstance(long, float) else "long")
         sent.wait(long)
-    findings.settle()
 
 
 @pytest.mark.mpi
-def test_modes_of_the_caller_are_kept(world: hd.World) -> None:
-    findings = Findings(world.comm)
+def test_modes_of_the_caller_are_kept(findings):
     x = torch.ones(2, requires_grad=True)
     with torch.no_grad():
         quiet = hd.concat(x, async_op=True)
@@ -133,16 +120,14 @@ def test_modes_of_the_caller_are_kept(world: hd.World) -> None:
     findings.check(not quiet.wait(60).requires_grad, "no_grad")
     findings.check(inferred.wait(60).is_inference(), "inference_mode")
     findings.check(loud.wait(60).requires_grad, "a gradient")
-    findings.settle()
 
 
 @pytest.mark.mpi
-def test_an_mpi_without_threads(world: hd.World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_mpi_without_threads(findings, monkeypatch):
     """Said at once, and not found out by a crash."""
     from mpi4py import MPI
 
     monkeypatch.setattr(handles, "_thread_level", lambda: MPI.THREAD_SERIALIZED)
-    findings = Findings(world.comm)
     for step in (lambda: hd.concat(torch.ones(1), async_op=True), lambda: hd.irecv(), lambda: hd.isend(1, 0)):
         try:
             step()
@@ -150,7 +135,6 @@ def test_an_mpi_without_threads(world: hd.World, monkeypatch: pytest.MonkeyPatch
         except hd.HpcdistError as error:
             findings.check("MPI_THREAD_MULTIPLE" in str(error), error)
     monkeypatch.undo()
-    findings.settle()
 
 
 # --- jobs ------------------------------------------------------------------------------------------------------------
@@ -194,7 +178,7 @@ if world.rank == 0:
 """
 
 
-def test_worlds_that_end_with_calls_under_way() -> None:
+def test_worlds_that_end_with_calls_under_way():
     job = mpirun(2, code=BEGIN + ENDS)
     assert job.status == 0, job.err
     assert job.out.count("refused\n") == 6, job.out
@@ -203,7 +187,7 @@ def test_worlds_that_end_with_calls_under_way() -> None:
 
 
 @pytest.mark.once
-def test_a_failure_in_the_background_ends_the_job() -> None:
+def test_a_failure_in_the_background_ends_the_job():
     job = mpirun(
         2,
         code=BEGIN
@@ -224,7 +208,7 @@ time.sleep(50)
 
 
 @pytest.mark.once
-def test_a_message_for_which_there_is_no_memory_ends_the_job() -> None:
+def test_a_message_for_which_there_is_no_memory_ends_the_job():
     """Its sender waits for this rank."""
     job = mpirun(
         2,
@@ -256,7 +240,7 @@ def show(call):
 
 
 @pytest.mark.once
-def test_async_op_that_differs_is_told_in_the_next_call() -> None:
+def test_async_op_that_differs_is_told_in_the_next_call():
     """Rank 1 calls with async_op what the other calls without: its next call is not taken for that one."""
     code = """
 hd.concat(x, async_op=True).wait()
@@ -270,7 +254,7 @@ os._exit(0)
 
 
 @pytest.mark.once
-def test_async_op_that_differs_is_told_at_the_deadline() -> None:
+def test_async_op_that_differs_is_told_at_the_deadline():
     """Where no other call follows, each waits for the other."""
     job = mpirun(
         2,
@@ -286,7 +270,7 @@ show(lambda: hd.concat(x, async_op=True).wait() if odd else hd.concat(x))
     assert re.search(told, job.err), job.err
 
 
-LATER: dict[str, Callable[[Tensor, int], hd.Handle[Any]]] = {
+LATER = {
     "gather": lambda x, rank: hd.gather(x, async_op=True),
     "concat": lambda x, rank: hd.concat(x, async_op=True),
     "split": lambda x, rank: hd.split(x if rank == 0 else None, async_op=True),
@@ -295,7 +279,7 @@ LATER: dict[str, Callable[[Tensor, int], hd.Handle[Any]]] = {
 }
 
 
-def test_a_handle_keeps_no_arguments_alive(world: hd.World) -> None:
+def test_a_handle_keeps_no_arguments_alive(world):
     """Whether it was waited for or not, where no gradient flows."""
     for verb, waited in product(LATER, (True, False)):
         x = torch.arange(4.0 * world.world_size)

@@ -1,18 +1,12 @@
 """What a rank has is the same after many calls as after a few: the short form of benchmarks/leaks.py."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 from collective import assert_on_all_ranks
-
-import hpcdist as hd
 
 pytestmark = pytest.mark.mpi
 
@@ -29,7 +23,7 @@ KINDS = [
 
 
 @pytest.fixture(scope="module")
-def leaks() -> ModuleType:
+def leaks():
     path = Path(__file__).parents[2] / "benchmarks" / "leaks.py"
     spec = importlib.util.spec_from_file_location("leaks", path)
     assert spec is not None and spec.loader is not None
@@ -43,10 +37,10 @@ def leaks() -> ModuleType:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", [pytest.param(k, marks=pytest.mark.mpi(min_size=LEAST.get(k, 1))) for k in KINDS])
-def test_many_calls_leave_nothing(world: hd.World, leaks: Any, folder: Path, name: str) -> None:
+def test_many_calls_leave_nothing(world, leaks, folder, name):
     kind = leaks.KINDS[name]
     calls = max(20, CALLS // kind.one_of) if kind.one_of else GROUPS
-    found: list[str] = []
+    found = []
     for _ in range(ATTEMPTS):
         found = leaks.grow(world, kind, calls, folder).leaks()
         if not any(world.comm.allgather(bool(found))):
@@ -54,16 +48,16 @@ def test_many_calls_leave_nothing(world: hd.World, leaks: Any, folder: Path, nam
     assert_on_all_ranks(world.comm, not found, f"{name}, after {calls} more calls: {'; '.join(found)}")
 
 
-def test_every_kind_of_the_benchmark_is_tested(leaks: Any) -> None:
+def test_every_kind_of_the_benchmark_is_tested(leaks):
     own = {name for name in leaks.KINDS if "ever other" not in name}
     assert own <= set(KINDS) <= set(leaks.KINDS)
 
 
-def test_a_leak_is_found(world: hd.World, leaks: Any, folder: Path) -> None:
-    kept: list[Any] = []
+def test_a_leak_is_found(world, leaks, folder):
+    kept = []
 
-    def make(world: hd.World, folder: Path) -> Any:
-        def call(i: int) -> None:
+    def make(world, folder):
+        def call(i):
             kept.append([world.comm.Dup(), {"objects": [i]}] if i % 10 == 0 else [i])
 
         return call

@@ -1,13 +1,11 @@
 """should_stop(): the same step on all ranks, whoever has had a signal, and whatever a rank does meanwhile."""
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path
 
 import pytest
-from launch import Job, mpirun
+from launch import mpirun
 from settings import ALL
 
 from hpcdist.comm import launcher
@@ -22,11 +20,11 @@ def say(text): os.write(1, (str(text) + "\\n").encode())  # one write a line: th
 """
 
 
-def job(np: int, body: str) -> Job:
+def job(np, body):
     return mpirun(np, code=HEAD + body)
 
 
-def test_a_signal_to_any_rank_at_any_moment(tmp_path: Path) -> None:
+def test_a_signal_to_any_rank_at_any_moment(tmp_path):
     """No rank goes one step further than another, and the next run goes on from the file."""
     trials = 200 if ALL else 12
     done = mpirun(3, str(Path(__file__).with_name("stop_at_random.py")), str(trials), str(tmp_path / "state.h5"))
@@ -36,7 +34,7 @@ def test_a_signal_to_any_rank_at_any_moment(tmp_path: Path) -> None:
 
 
 @pytest.mark.once
-def test_every_kth_call_and_the_exit_status() -> None:
+def test_every_kth_call_and_the_exit_status():
     """Only the first call and each k-th after it have a message; each rank exits by itself, without an abort."""
     done = job(
         2,
@@ -136,7 +134,7 @@ with hd.init() as world:
 """
 
 
-def test_handlers_workers_refusals_and_the_time_of_the_job(tmp_path: Path) -> None:
+def test_handlers_workers_refusals_and_the_time_of_the_job(tmp_path):
     fake(tmp_path, "squeue", "0:50")
     done = mpirun(2, "-c", HEAD + HANDLERS + WORKERS + REFUSED + TIME, str(tmp_path))
     assert done.status == 0, done.err
@@ -146,13 +144,13 @@ def test_handlers_workers_refusals_and_the_time_of_the_job(tmp_path: Path) -> No
 
 
 @pytest.mark.once
-def test_a_program_that_never_asks_ends_by_the_signal() -> None:
+def test_a_program_that_never_asks_ends_by_the_signal():
     done = job(2, "world = hd.init()\nif world.rank: me(TERM)\nhd.concat(torch.ones(1))\nsay('survived')")
     assert done.status != 0 and "survived" not in done.out
 
 
 @pytest.mark.once
-def test_a_second_signal_ends_a_rank_that_waits_in_mpi() -> None:
+def test_a_second_signal_ends_a_rank_that_waits_in_mpi():
     """One that arrives twice does not: Slurm and mpirun may both send it."""
     done = job(
         2,
@@ -191,7 +189,7 @@ SCHEDULERS = {  # variable, command, its words, what it prints
 }
 
 
-def fake(folder: Path, command: str, prints: str, words: str = "*") -> None:
+def fake(folder, command, prints, words="*"):
     """A command of a scheduler, which counts its calls."""
     folder.mkdir(exist_ok=True)
     check = "" if words == "*" else f'[ "$*" = "{words}" ] || exit 1'
@@ -202,9 +200,7 @@ def fake(folder: Path, command: str, prints: str, words: str = "*") -> None:
 
 @pytest.mark.once
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_the_time_that_a_scheduler_tells(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_time_that_a_scheduler_tells(name, tmp_path, monkeypatch, capsys):
     variable, command, words, prints, expected = SCHEDULERS[name]
     fake(tmp_path, command, prints.replace("{started}", time.ctime(time.time() - 100)), words)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -215,9 +211,7 @@ def test_the_time_that_a_scheduler_tells(
 
 
 @pytest.mark.once
-def test_the_time_of_no_job_of_the_variable_and_of_a_job_in_a_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_time_of_no_job_of_the_variable_and_of_a_job_in_a_job(tmp_path, monkeypatch):
     assert launcher.time_left({}) is None
     end = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 500)}
     assert launcher.time_left(end) == pytest.approx(500, abs=60)

@@ -1,19 +1,14 @@
 """init(), World and finalize(): in the job that runs the tests, and in jobs of many worlds one after the other."""
 
-from __future__ import annotations
-
 import socket
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from collective import Findings
 from launch import mpirun, python, run
 from mpi4py import MPI
 
-import hpcdist as hd
 from hpcdist.comm import rendezvous
 from hpcdist.tensors.accelerator import shared_gpu
 
@@ -36,17 +31,9 @@ world.finalize()
 """
 
 
-def worlds(np: int, scenarios: dict[str, str], **env: str) -> None:
-    """Run the scenarios one after the other in one job, with the world ended after each."""
-    steps = [f"say({name!r})\n{code}\nhd.finalize()\n" for name, code in scenarios.items()]
-    done = mpirun(np, code="".join([HEAD, *steps, "say('end')\n"]), env=env)
-    assert done.status == 0, done.err
-    assert sorted(done.out.splitlines()) == sorted([*scenarios, "end"] * np), done
-
-
 @pytest.mark.mpi
-def test_the_world_is_that_of_mpi(world: hd.World) -> None:
-    findings, comm = Findings(world.comm), MPI.COMM_WORLD
+def test_the_world_is_that_of_mpi(world, findings):
+    comm = MPI.COMM_WORLD
     ranks = {(world.rank, world.world_size), (comm.rank, comm.size), (dist.get_rank(), dist.get_world_size())}
     findings.check(len(ranks) == 1, ranks)
     found = (world.local_rank, world.node, world.nodes)
@@ -55,7 +42,6 @@ def test_the_world_is_that_of_mpi(world: hd.World) -> None:
     x = torch.tensor([world.rank + 1.0])
     dist.all_reduce(x)
     findings.check(x.item() == comm.size * (comm.size + 1) // 2, x)
-    findings.settle()
 
 
 WRONG = {
@@ -191,6 +177,45 @@ refused(lambda: hd.concat(torch.ones(2), route="hdf5"), text)
 assert hd.concat(torch.ones(2)).numel() == 4
 tempfile.gettempdir, os.access, tempfile.tempdir = found, access, None
 """,
+    "too few files": """
+import resource
+before, limit = resource.getrlimit(resource.RLIMIT_NOFILE), 20  # which are open
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+advice = f"ulimit -n $(ulimit -Hn) in the job script, which is {before[1]}"
+refused(hd.init, f"may open {limit} files", "[HD116]", advice)
+resource.setrlimit(resource.RLIMIT_NOFILE, before)
+""",
+    # Stand-ins for torch's xpu and xccl: the device, torch's backend and the group of route nccl have their names.
+    "gpus of intel": """
+from types import SimpleNamespace
+from hpcdist.routes.select import load
+from hpcdist.runtime import background, world as worlds
+from hpcdist.tensors import accelerator
+accelerator.KIND, accelerator.LIBRARY, dist.is_xccl_available = "xpu", "xccl", lambda: True
+torch.xpu.device_count, torch.xpu.get_device_properties = lambda: 1, lambda index: SimpleNamespace(uuid=uuid)
+current, asked, made, make = [], [], [], dist.init_process_group
+torch.accelerator.set_device_index = current.append
+background.leave_all = lambda teams: []  # which asks the GPU for a stream
+def gloo(backend, **options):
+    asked.append(backend)
+    make("gloo", **options)
+class Xccl:
+    Options = SimpleNamespace
+    def __init__(self, store, rank, size, options): made.append((rank, size, options.group_name))
+    def allreduce(self, tensors): return SimpleNamespace(wait=lambda: None)
+    def shutdown(self): pass
+dist.init_process_group, dist.ProcessGroupXCCL, uuid = gloo, Xccl, f"GPU-{rank}"
+zeros, torch.zeros = torch.zeros, lambda size, device: zeros(size, device="cpu")
+with hd.init() as world:
+    assert world.device == current.pop() == torch.device("xpu", 0) and world.settings.own_gpus
+    assert asked.pop().endswith(",xpu:xccl") and load("nccl").missing(worlds.team_of()) is None
+    load("nccl").group(worlds.team_of())
+    assert made == [(rank, 2, f"hpcdist/{worlds.team_of().number}")], made
+    assert "of XCCL" in load("nccl").method(worlds.team_of(), "allgatherv", 8).name
+uuid = "GPU-a"
+refused(hd.init, f"ranks 0 and 1 share one GPU ({socket.gethostname()}, UUID GPU-a), which XCCL refuses")
+refused(lambda: hd.init(device="cuda"), "expected cpu or xpu")
+""",
 }
 # Ranks on two nodes in turn, with 2 GPUs each, which have addresses; NCCL's group is one of gloo.
 GPUS = """
@@ -284,73 +309,15 @@ hd.init(backend="gloo").finalize()
 
 
 @pytest.mark.parametrize(("np", "scenarios"), [(2, TWO), (3, THREE)])
-def test_worlds_one_after_the_other(np: int, scenarios: dict[str, str]) -> None:
-    worlds(np, scenarios)
+def test_worlds_one_after_the_other(np, scenarios):
+    """In one job, with the world ended after each scenario."""
+    steps = [f"say({name!r})\n{code}\nhd.finalize()\n" for name, code in scenarios.items()]
+    done = mpirun(np, code="".join([HEAD, *steps, "say('end')\n"]))
+    assert done.status == 0, done.err
+    assert sorted(done.out.splitlines()) == sorted([*scenarios, "end"] * np), done
 
 
-@pytest.mark.once
-def test_gpus_of_intel_take_the_same_way() -> None:
-    """Stand-ins for torch's xpu and xccl: the device, torch's backend and the group of route nccl have their names."""
-    body = """
-from types import SimpleNamespace
-from hpcdist.routes.select import load
-from hpcdist.runtime import background, world as worlds
-from hpcdist.tensors import accelerator
-accelerator.KIND, accelerator.LIBRARY, dist.is_xccl_available = "xpu", "xccl", lambda: True
-torch.xpu.device_count, torch.xpu.get_device_properties = lambda: 1, lambda index: SimpleNamespace(uuid=uuid)
-current, asked, made, make = [], [], [], dist.init_process_group
-torch.accelerator.set_device_index = current.append
-background.leave_all = lambda teams: []  # which asks the GPU for a stream
-def gloo(backend, **options):
-    asked.append(backend)
-    make("gloo", **options)
-class Xccl:
-    Options = SimpleNamespace
-    def __init__(self, store, rank, size, options): made.append((rank, size, options.group_name))
-    def allreduce(self, tensors): return SimpleNamespace(wait=lambda: None)
-    def shutdown(self): pass
-dist.init_process_group, dist.ProcessGroupXCCL, uuid = gloo, Xccl, f"GPU-{rank}"
-zeros, torch.zeros = torch.zeros, lambda size, device: zeros(size, device="cpu")
-with hd.init() as world:
-    assert world.device == current.pop() == torch.device("xpu", 0) and world.settings.own_gpus
-    assert asked.pop().endswith(",xpu:xccl") and load("nccl").missing(worlds.team_of()) is None
-    load("nccl").group(worlds.team_of())
-    assert made == [(rank, 2, f"hpcdist/{worlds.team_of().number}")], made
-    assert "of XCCL" in load("nccl").method(worlds.team_of(), "allgatherv", 8).name
-uuid = "GPU-a"
-refused(hd.init, f"ranks 0 and 1 share one GPU ({socket.gethostname()}, UUID GPU-a), which XCCL refuses")
-refused(lambda: hd.init(device="cuda"), "expected cpu or xpu")
-"""
-    worlds(2, {"intel": body})
-
-
-@pytest.mark.once
-def test_nothing_listens_beyond_loopback_on_one_node() -> None:
-    """The store and gloo, in the user's groups too, open sockets on the loopback interface alone; what MPI itself has
-    opened before is its own. With DETAIL torch makes a group of gloo beside each of another backend."""
-    step = """
-def listening():
-    descriptors = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-    own = {os.readlink(fd) for fd in descriptors if os.path.islink(fd)}
-    tables = [line.split() for name in ("tcp", "tcp6") for line in list(open(f"/proc/net/{name}"))[1:]]
-    return {row[1] for row in tables if row[3] == "0A" and f"socket:[{row[9]}]" in own}
-MPI.COMM_WORLD.Barrier()
-before = listening()
-START
-hd.concat(torch.ones(9), route="gloo")
-dist.all_reduce(torch.ones(9), group=dist.new_group(backend="gloo"))
-dist.barrier()
-found = {address.split(":")[0] for address in listening() - before}
-assert found == {"0100007F"}, found  # 127.0.0.1
-dist.barrier()
-hd.finalize()
-if dist.is_initialized(): dist.destroy_process_group()
-"""
-    starts = ("hd.init()", "hd.init(backend='gloo')", "dist.init_process_group('mpi')")
-    worlds(2, {start: step.replace("START", start) for start in starts}, TORCH_DISTRIBUTED_DEBUG="DETAIL")
-
-
-def test_n_worlds_of_one_for_real() -> None:
+def test_n_worlds_of_one_for_real():
     """A launcher that this MPI library knows nothing of: every process stops with the explanation."""
     done = run([*python(), "-c", "import hpcdist; hpcdist.init()"], env={"SLURM_NTASKS": "4", "SLURM_PROCID": "0"})
     assert done.status == 1
@@ -358,8 +325,8 @@ def test_n_worlds_of_one_for_real() -> None:
 
 
 @pytest.mark.once
-def test_too_few_files_are_refused_before_mpi_starts() -> None:
-    """By a command in one line. And where MPI runs already."""
+def test_too_few_files_are_refused_before_mpi_starts():
+    """By a command in one line. And where MPI runs already: see above."""
     few = """
         import resource, runpy
         resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
@@ -368,25 +335,10 @@ def test_too_few_files_are_refused_before_mpi_starts() -> None:
     job = mpirun(2, code=few)
     (line,) = [line for line in job.err.splitlines() if line.startswith("hpcdist gather: error: ")]
     assert "may open 24 files" in line and "[HD116]" in line, job.err
-    few = """
-        import os, resource
-        import hpcdist
-        from mpi4py import MPI
-        limit = len(os.listdir("/proc/self/fd")) + 20
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-        try:
-            hpcdist.init()
-        except hpcdist.LaunchError as error:
-            assert f"may open {limit} files" in str(error) and "[HD116]" in str(error), error
-            assert f"ulimit -n $(ulimit -Hn) in the job script, which is {limit} here" in str(error), error
-            print("refused")
-    """
-    job = mpirun(2, code=few)
-    assert (job.status, job.out) == (0, "refused\n" * 2), job
 
 
 @pytest.mark.once
-def test_torchrun_for_real(tmp_path: Path) -> None:
+def test_torchrun_for_real(tmp_path):
     """Both processes stop, also where they have started torch.distributed; one world each only on purpose."""
     program = tmp_path / "program.py"
     code = """
@@ -411,13 +363,13 @@ def test_torchrun_for_real(tmp_path: Path) -> None:
     assert done.out.count("torch.distributed was started before hpcdist.init() with 2 ranks, where MPI has 1.") == 2
 
 
-def test_ranks_that_share_a_gpu_are_named() -> None:
+def test_ranks_that_share_a_gpu_are_named():
     assert shared_gpu(["GPU-a", "GPU-b", None]) is None
     text = shared_gpu(["GPU-a", "GPU-b", "GPU-a"]) or ""
     assert "ranks 0 and 2 share one GPU (GPU-a)" in text and "backend='gloo'" in text
 
 
-def test_the_host_name_need_not_resolve() -> None:
+def test_the_host_name_need_not_resolve():
     """Addresses come from the interfaces; the name is only a hint."""
     for address in rendezvous._addresses():
         assert socket.inet_aton(address) and not address.startswith("127.")

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from launch import DEADLINE, mpirun, run
+from launch import DEADLINE, commands, run
 
 from hpcdist.comm.launcher import without_launcher
 from hpcdist.errors import FileError, InputError, RankError
@@ -281,9 +281,9 @@ def test_the_command(small, tmp_path):
     assert not imported & {"torch", "numpy", "h5py", "tqdm"}
     path = Path(timed.out.removesuffix("\n"))
     assert (path / "program").exists() and path.parent.name.endswith("_7")
-    job = mpirun(2, *ask, cwd=tmp_path, env=env, quick=False)
+    again, nothing = ([*command[1:], *words] for words in (ask[2:], ["nothing"]))
+    job, missing = commands(2, again, nothing, cwd=tmp_path, env=env)
     assert (job.status, job.out, "1 node had it already" in job.err) == (0, timed.out, True), job
-    missing = mpirun(2, *command, "nothing", cwd=tmp_path, quick=False)
     told = "error: nothing: No such file or directory [HD402] (see python -m hpcdist explain HD402)"
     assert (missing.status, missing.out, missing.err.count("stage-env: error")) == (2, "", 1), missing
     assert f"hpcdist stage-env: {told}\n" in missing.err, missing

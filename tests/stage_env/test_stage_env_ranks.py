@@ -52,30 +52,6 @@ def _holds(done, to):
     return all((copy / f"{n}").read_bytes() == BYTES[n : n * 2500] for n in range(FILES))
 
 
-@pytest.mark.mpi(min_size=2)
-def test_every_node_gets_a_copy_and_none_twice(world, shared, to, monkeypatch):
-    comm, received = world.comm, [0]
-
-    def counting(part, data, root):
-        piece = broadcast(part, data, root)
-        received[0] += len(piece) > 1000
-        return piece
-
-    broadcast = objects.broadcast_bytes
-    monkeypatch.setattr(objects, "broadcast_bytes", counting)
-    first = staged(comm, shared, to)
-    assert_on_all_ranks(comm, _holds(first, to))
-    assert_on_all_ranks(comm, first.sent == comm.size and received[0] > 10, received)
-    received[0] = 0
-    assert_on_all_ranks(comm, staged(comm, shared, to).sent == received[0] == 0, received)
-    alone = world.rank == comm.size - 1
-    if alone:
-        to = to / "new"
-        to.mkdir()
-    third = staged(comm, shared, to)
-    assert_on_all_ranks(comm, third.sent == 1 and _holds(third, to))
-
-
 def _left(to):
     return os.listdir(to / f"hpcdist-{os.getuid()}" / "stage_env")
 

@@ -1,7 +1,5 @@
 """hpcdist.trace: who waits for whom, compared with a plain computation; its files and errors; and real runs."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -10,8 +8,6 @@ import re
 import socket
 import time
 from collections import defaultdict
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +23,7 @@ Rows = list[list[int | None]]
 CALLS = [["concat", "train.py:12", "mpi"], ["gather", "train.py:15", ""], ["send", "", "mpi"]]
 
 
-def write(folder: Path, rank: int, rows: Rows, **fields: Any) -> Path:
+def write(folder, rank, rows, **fields):
     """Write the file of a rank as the recording does."""
     header = {"format": "hpcdist trace 1", "job": JOB, "rank": rank, "world_size": 3, "host": f"n{rank // 2}"}
     header |= {"pid": 100 + rank, "program": ["train.py", "--fast"], "dropped": 0, "finished": True, "calls": CALLS}
@@ -38,10 +34,10 @@ def write(folder: Path, rank: int, rows: Rows, **fields: Any) -> Path:
     return path
 
 
-def made_up(seed: int) -> list[Rows]:
+def made_up(seed):
     """The rows of 3 ranks: collectives of two groups in any order, messages, ends before the last arrival."""
     some = random.Random(seed)
-    ranks: list[Rows] = [[], [], []]
+    ranks = [[], [], []]
     for number in range(1, 60):
         for group, members in ((2**61, [0, 1, 2]), (5, [2, 0])):
             for rank in members:
@@ -56,12 +52,12 @@ def made_up(seed: int) -> list[Rows]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_waits_are_those_of_a_plain_computation(tmp_path: Path, seed: int) -> None:
+def test_waits_are_those_of_a_plain_computation(tmp_path, seed):
     ranks = made_up(seed)
     for rank, rows in enumerate(ranks):
         write(tmp_path, rank, rows)
     write(tmp_path, 0, [[2 - (row[0] or 0), *row[1:]] for row in ranks[0]], calls=CALLS[::-1])  # numbered otherwise
-    arrived: dict[tuple[Any, Any], list[tuple[Any, int, Any]]] = defaultdict(list)
+    arrived = defaultdict(list)
     for rank, rows in enumerate(ranks):
         for _, group, number, _, _, begin, _, size in rows:
             if number:
@@ -85,7 +81,7 @@ def test_waits_are_those_of_a_plain_computation(tmp_path: Path, seed: int) -> No
     assert waits > 10_000
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[str, str, int]:
+def run(capsys, *words):
     """What the command prints, and its status."""
     status = 0
     try:
@@ -96,10 +92,10 @@ def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[str, str, i
     return out, err, status
 
 
-def three(folder: Path, late: int = 400, **fields: Any) -> None:
+def three(folder, late=400, **fields):
     """Ten concats: rank 2 arrives `late` ms after the others, who end 1 ms later; ragged, rank 2 holds half."""
     for rank in range(3):
-        rows: Rows = []
+        rows = []
         for number in range(1, 11):
             at = START + number * 10**9
             begin = at + (late * 10**6 if rank == 2 else 0)
@@ -107,7 +103,7 @@ def three(folder: Path, late: int = 400, **fields: Any) -> None:
         write(folder, rank, rows, **fields)
 
 
-def test_the_report_names_the_slow_rank_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_names_the_slow_rank_first(tmp_path, capsys):
     three(tmp_path)
     out, err, status = run(capsys, tmp_path)
     assert (err, status) == ("", 0)
@@ -130,7 +126,7 @@ def test_the_report_names_the_slow_rank_first(tmp_path: Path, capsys: pytest.Cap
     assert status == 0 and "wait most" not in out and out.count("%") == 0
 
 
-def test_a_call_of_which_a_row_was_dropped_is_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_call_of_which_a_row_was_dropped_is_not_judged(tmp_path, capsys):
     """Rank 0 lacks its first row: that rank 1 waited 0.4 s for rank 2 there is not counted, either."""
     three(tmp_path)
     path = tmp_path / f"trace-{JOB}-rank-0.jsonl"
@@ -139,7 +135,7 @@ def test_a_call_of_which_a_row_was_dropped_is_not_judged(tmp_path: Path, capsys:
     assert "for rank 2: 7.200 of 7.200 s" in run(capsys, tmp_path)[0]
 
 
-def test_what_a_trace_lacks_is_told_and_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_trace_lacks_is_told_and_not_judged(tmp_path, capsys):
     three(tmp_path)
     one = [0, 2**61, 11, None, 7, START + 11 * 10**9, None, 8]  # under way when the file was written
     clock = [[START, START], [START + 12 * 10**9, START]]
@@ -159,9 +155,7 @@ def test_what_a_trace_lacks_is_told_and_not_judged(tmp_path: Path, capsys: pytes
     assert trace.rows.waited.sum() == 10**9
 
 
-def test_a_rank_that_never_arrives_is_the_one_that_is_waited_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_never_arrives_is_the_one_that_is_waited_for(tmp_path, capsys):
     """Of a job that hangs, the others have a call without an end."""
     clock = [[START, START], [START + 60 * 10**9, START + 60 * 10**9]]
     three(tmp_path, finished=False, clock=clock)
@@ -178,13 +172,13 @@ def test_a_rank_that_never_arrives_is_the_one_that_is_waited_for(
     ]
 
 
-def test_bad_input_is_one_line_with_a_fix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def refused(what: str, code: str, *words: object) -> None:
+def test_bad_input_is_one_line_with_a_fix(tmp_path, capsys):
+    def refused(what, code, *words):
         out, err, status = run(capsys, *(words or [tmp_path]))
         assert (out, status, err.count("\n")) == ("", 2, 1), err
         assert re.search(what, err) and f"[{code}]" in err, err
 
-    def again() -> Path:
+    def again():
         for path in tmp_path.iterdir():
             path.unlink() if path.is_file() else path.rmdir()
         three(tmp_path)
@@ -220,11 +214,11 @@ def test_bad_input_is_one_line_with_a_fix(tmp_path: Path, capsys: pytest.Capture
     refused("report.html: is a folder", "HD401")
 
 
-def test_a_thousand_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_thousand_ranks(tmp_path, capsys):
     world = range(1000)
     for rank in world:
         begin = START + (10**9 if rank == 777 else 0)
-        row: list[int | None] = [0, 9, 1, None, 7, begin, START + 10**9 + 5, 8]
+        row = [0, 9, 1, None, 7, begin, START + 10**9 + 5, 8]
         write(tmp_path, rank, [row], world_size=1000, groups={"9": [*world]})
     out, _, status = run(capsys, tmp_path)
     assert status == 0 and "rank 777: 999.000 of 999.000 s" in out and "(the first 16 of 1000)" in out
@@ -235,12 +229,12 @@ def test_a_thousand_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert not re.findall(r"<(?:script|link|img)|url\(|src=|href=", page)
 
 
-def events(folder: Path) -> list[dict[str, Any]]:
-    found: dict[str, Any] = json.loads(gzip.decompress((folder / "perfetto.json.gz").read_bytes()))
-    return found["traceEvents"]  # type: ignore[no-any-return]
+def events(folder):
+    found = json.loads(gzip.decompress((folder / "perfetto.json.gz").read_bytes()))
+    return found["traceEvents"]
 
 
-def test_the_merged_trace_has_the_profiles_of_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_merged_trace_has_the_profiles_of_torch(tmp_path, capsys):
     """A real one, of this process, whose clock is made to be 5 s behind and to lose 1 ms per s."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         before = time.time_ns()
@@ -254,7 +248,7 @@ def test_the_merged_trace_has_the_profiles_of_torch(tmp_path: Path, capsys: pyte
     (tmp_path / "other.json").write_text("{}")
     three(tmp_path)
     ahead = [[before + 5 * 10**9, before], [before + 15 * 10**9 + 10**7, before + 10 * 10**9]]
-    rows: Rows = [[0, 2**61, 1, None, 7, before + 5 * 10**9 - 500, after + 5 * 10**9, 8]]
+    rows = [[0, 2**61, 1, None, 7, before + 5 * 10**9 - 500, after + 5 * 10**9, 8]]
     write(tmp_path, 1, rows, pid=os.getpid(), host=socket.gethostname(), clock=ahead)
     out, _, status = run(capsys, tmp_path)
     assert status == 0 and "other.json: cannot be read: " in out
@@ -284,7 +278,7 @@ PROGRAM = """
 """
 
 
-def test_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_run(tmp_path, capsys):
     """Rank 1 of 3 sleeps 0.1 s before each concat."""
     job = mpirun(3, code=PROGRAM, cwd=tmp_path, env={"HPCDIST_TRACE": "traces"})
     assert job.status == 0, job.err

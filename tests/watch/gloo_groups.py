@@ -1,7 +1,5 @@
 """A job with groups of gloo whose deadline is 4 s: ``gloo_groups.py CASE``."""
 
-from __future__ import annotations
-
 import sys
 import time
 from datetime import timedelta

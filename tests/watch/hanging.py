@@ -1,9 +1,7 @@
-"""A job of which some ranks do something else than the others: ``hanging.py RANK:REASON,... VERB,...``.
+"""A job of which some ranks do something else than the others: ``hanging.py RANK:REASON+...,... VERB,...``.
 
 Rank r calls the verb at place r of the list, or its last one.
 """
-
-from __future__ import annotations
 
 import ctypes
 import fcntl
@@ -14,7 +12,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -24,72 +21,72 @@ from torch.utils.data import DataLoader, Dataset
 import hpcdist as hd
 
 x = torch.ones(300)  # too large to travel behind a header: no rank has all of it before the others have sent theirs
-used: list[MPI.Intracomm] = []  # communicators that verbs have been called with
-groups: list[dist.ProcessGroup] = []  # of ranks 0 and 1, not used yet
-whole: list[torch.Tensor] = []  # with a gradient
+used = []  # communicators that verbs have been called with
+groups = []  # of ranks 0 and 1, not used yet
+whole = []  # with a gradient
 
 
-class Slow(Dataset):  # type: ignore[type-arg]
-    def __len__(self) -> int:
+class Slow(Dataset):
+    def __len__(self):
         return 4
 
-    def __getitem__(self, item: int) -> int:
+    def __getitem__(self, item):
         time.sleep(1000)
         return item
 
 
-def busy() -> None:
+def busy():
     while True:
         pass
 
 
-def sleep() -> None:
+def sleep():
     time.sleep(1000)
 
 
-def fifo() -> None:
+def fifo():
     with tempfile.TemporaryDirectory() as folder:
         os.mkfifo(f"{folder}/fifo")
         os.read(os.open(f"{folder}/fifo", os.O_RDWR), 1)
 
 
-def lock() -> None:
+def lock():
     with tempfile.TemporaryDirectory() as folder:
         first, second = (os.open(f"{folder}/locked", os.O_RDWR | os.O_CREAT) for _ in range(2))
         fcntl.flock(first, fcntl.LOCK_EX)
         fcntl.flock(second, fcntl.LOCK_EX)
 
 
-def loader() -> None:
+def loader():
     for _ in DataLoader(Slow(), num_workers=1, multiprocessing_context="fork"):
         pass
 
 
-def stop() -> None:
+def stop():
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def native() -> None:
+def native():
     ctypes.PyDLL(None).sleep(1000)
 
 
-def other() -> None:
+def other():
     hd.recv(source=0)
 
 
-def killed() -> None:
+def killed():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def os_exit() -> None:
+def os_exit():
     os._exit(5)
 
 
-def os_exit_0() -> None:
+def os_exit_0():
     os._exit(0)
 
 
-def in_a_child(end: str) -> None:
+def in_a_child(end):
     """What a forked child does is its own affair."""
     assert sys.modules["hpcdist.runtime.world"]._world is None
     if end == "raise":
@@ -97,7 +94,7 @@ def in_a_child(end: str) -> None:
     os._exit(3) if end == "os._exit" else sys.exit(int(end))
 
 
-def threads() -> None:
+def threads():
     """More threads than have a record of their own, one after the other and at once; then it does not come."""
     for count in (1,) * 20 + (20,):
         comms = [MPI.COMM_SELF.Dup() for _ in range(count)]
@@ -109,8 +106,8 @@ def threads() -> None:
     time.sleep(1000)
 
 
-def harmless() -> None:
-    """Children that end in every way; then its current folder goes, and the next call is made from a new place."""
+def harmless():
+    """Children that end in every way; then its current folder goes, and the next calls are made from a new place."""
     for end, status in (("0", 0), ("3", 3), ("raise", 1), ("os._exit", 3)):
         child = multiprocessing.get_context("fork").Process(target=in_a_child, args=(end,))
         child.start()
@@ -119,9 +116,16 @@ def harmless() -> None:
     folder = tempfile.mkdtemp()
     os.chdir(folder)
     os.rmdir(folder)
+    hd.concat(x)
+    os.write(1, b"harmless\n")
 
 
-CALLS: dict[str, Callable[[], object]] = {
+def after():
+    """The call of the others beside rank 1's `harmless`."""
+    hd.concat(x)
+
+
+CALLS = {
     "concat": lambda: hd.concat(x),
     "new_comm": lambda: hd.concat(x, group=used[1]),
     "new_group": lambda: hd.concat(x, group=groups[0]),
@@ -137,14 +141,14 @@ CALLS: dict[str, Callable[[], object]] = {
 }
 
 
-def shorten(limit: float) -> None:
+def shorten(limit):
     """A deadline that is shorter than the job takes to start, on a busy machine."""
     watch = hd.current()._stop._watch
     watch._limit = watch._patience = limit
     os.eventfd_write(watch._wake, 1)
 
 
-def main(reasons: str, verbs: str) -> None:
+def main(reasons, verbs):
     rank = MPI.COMM_WORLD.rank
     mine = dict(word.split(":") for word in reasons.split(",")).get(str(rank))
     if mine == "no_init":
@@ -159,8 +163,8 @@ def main(reasons: str, verbs: str) -> None:
     hd.concat(x, group=used[0])
     whole.append(hd.concat(torch.ones(2, requires_grad=True)))
     shorten(float(os.environ["LIMIT"]))
-    if mine is not None:
-        globals()[mine]()
+    for step in mine.split("+") if mine else ():
+        globals()[step]()
     CALLS[(verbs.split(",") * world.world_size)[rank] if "," in verbs else verbs]()
     os.write(1, f"survived {rank}\n".encode())
 

@@ -1,7 +1,5 @@
 """What torch's own analyser, torchfrtrace, finds in the records that are written at a deadline."""
 
-from __future__ import annotations
-
 import io
 import logging
 import pickle
@@ -23,7 +21,7 @@ WORLD, EVEN = 11, 12
 PEERS = {WORLD: [0, 1, 2], EVEN: [0, 2]}
 
 
-def analysed(folder: Path) -> str:
+def analysed(folder):
     """What torchfrtrace prints of a folder; it raises where it cannot read one."""
     said = io.StringIO()
     handler = logging.StreamHandler(said)
@@ -36,15 +34,15 @@ def analysed(folder: Path) -> str:
     return said.getvalue()
 
 
-def call(number: int, text: str = "all_reduce() at train.py:7", team: int = WORLD) -> Entry:
+def call(number, text="all_reduce() at train.py:7", team=WORLD):
     return Entry(1000.5, team, number, text)
 
 
-def busy(entry: Entry, tensors: str = "", last: Entry | None = None) -> ThreadStatus:
+def busy(entry, tensors="", last=None):
     return ThreadStatus(1, entry, last, 0.0, 5.0, tensors)
 
 
-def idle(last: Entry) -> ThreadStatus:
+def idle(last):
     return ThreadStatus(1, None, last, 0.0)
 
 
@@ -52,8 +50,8 @@ Analyse = Callable[..., str]
 
 
 @pytest.fixture
-def analyse(tmp_path: Path) -> Analyse:
-    def run(*threads: ThreadStatus | Sequence[ThreadStatus]) -> str:
+def analyse(tmp_path):
+    def run(*threads):
         each = [one if isinstance(one, Sequence) else [one] for one in threads]
         reports = {rank: Report(rank, "node", 1, list(own)) for rank, own in enumerate(each)}
         folder = flight_records.write(str(tmp_path), reports, lambda team: PEERS.get(team, ()))
@@ -63,7 +61,7 @@ def analyse(tmp_path: Path) -> Analyse:
     return run
 
 
-def test_a_rank_that_is_missing(analyse: Analyse) -> None:
+def test_a_rank_that_is_missing(analyse):
     said = analyse(busy(call(5)), idle(call(4, "barrier() at train.py:3")), busy(call(5)))
     assert "Not all ranks joining collective, sequence number: 5" in said
     assert "missing ranks: {1}" in said
@@ -82,21 +80,21 @@ def test_a_rank_that_is_missing(analyse: Analyse) -> None:
         ("8 x torch.float32", "8 x torch.float64", "COLLECTIVE_DTYPE"),
     ],
 )
-def test_calls_of_one_number_that_differ(mine: str, odd: str, error: str, analyse: Analyse) -> None:
+def test_calls_of_one_number_that_differ(mine, odd, error, analyse):
     said = analyse(*[busy(call(5), x) if " x " in x else busy(call(5, x)) for x in (mine, odd, mine)])
     assert "Collective sequence number: 5 has errors" in said
     assert f"Error type: {error}_MISMATCH" in said  # whose fault it is depends on the file that it reads first
 
 
 @pytest.mark.parametrize("verb", [*flight_records._TYPES, "save", "the backward pass of concat"])
-def test_a_call_that_all_ranks_have_reached_has_no_errors(verb: str, analyse: Analyse) -> None:
+def test_a_call_that_all_ranks_have_reached_has_no_errors(verb, analyse):
     sizes = ["8 x torch.float32, 3 x torch.int64"] * 3 if verb == "concat" else ["8 x torch.float32"] * 3
     said = analyse(*[busy(call(5, f"{verb}() at train.py:7"), size) for size in sizes])
     assert "errors" not in said
     assert "missing" not in said
 
 
-def test_ranks_that_have_passed_a_call_are_not_missing(analyse: Analyse) -> None:
+def test_ranks_that_have_passed_a_call_are_not_missing(analyse):
     """Rank 0 is two calls ahead of rank 1 (a broadcast from it), and rank 2 waits in another group."""
     sub = busy(call(3, "concat() at x.py:4", EVEN))
     said = analyse(busy(call(7)), busy(call(5, "broadcast() at x.py:2")), [sub, idle(call(5, "broadcast() at x.py:2"))])
@@ -105,13 +103,13 @@ def test_ranks_that_have_passed_a_call_are_not_missing(analyse: Analyse) -> None
     assert re.search(r"sequence number: 5 has errors\n(?s:.*?)COLLECTIVE_STATE_MISMATCH", said)
 
 
-def test_a_collective_that_was_issued_to_a_gpu(analyse: Analyse) -> None:
+def test_a_collective_that_was_issued_to_a_gpu(analyse):
     issued = [idle(call(number, "all_reduce() issued to nccl at train.py:7")) for number in (8, 7, 8)]
     assert "missing ranks: {1}" in analyse(*issued)
 
 
-def test_messages(analyse: Analyse) -> None:
-    def message(peer: int, text: str) -> ThreadStatus:
+def test_messages(analyse):
+    def message(peer, text):
         return busy(call(-1 - peer, text))
 
     said = analyse(message(2, "recv() at x.py:1"), [], idle(call(4)))
@@ -143,7 +141,7 @@ dist.all_reduce(torch.ones(4))
 """
 
 
-def hang(np: int, tmp_path: Path, **env: str) -> tuple[list[Path], str]:
+def hang(np, tmp_path, **env):
     """The folders that the message names, and the whole message."""
     job = mpirun(np, "-c", PROGRAM, cwd=tmp_path, env={"TMPDIR": str(tmp_path), **env})
     assert job.status != 0
@@ -152,7 +150,7 @@ def hang(np: int, tmp_path: Path, **env: str) -> tuple[list[Path], str]:
 
 
 @pytest.mark.once
-def test_a_job_that_hangs_names_its_records(tmp_path: Path) -> None:
+def test_a_job_that_hangs_names_its_records(tmp_path):
     """In the folder of traces. The rank that writes is not in a group in which another one hangs."""
     (folder,), _ = hang(3, tmp_path, HPCDIST_TRACE="traces")
     assert folder.parent.parent == tmp_path / "traces"
@@ -165,7 +163,7 @@ def test_a_job_that_hangs_names_its_records(tmp_path: Path) -> None:
 
 
 @pytest.mark.once
-def test_in_a_folder_of_the_users_with_what_torch_has_recorded_itself(tmp_path: Path) -> None:
+def test_in_a_folder_of_the_users_with_what_torch_has_recorded_itself(tmp_path):
     folders, err = hang(2, tmp_path)
     assert folders[0].parent.parent == tmp_path
     assert folders[0].parent.stat().st_mode & 0o077 == 0

@@ -1,12 +1,9 @@
 """The calls of torch's own groups in the record: by made-up hooks with any torch, and by its own from 2.14 on."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,11 +21,11 @@ PROGRAM = str(Path(__file__).with_name("gloo_groups.py"))
 class Made:
     """A group with backends "cpu:gloo,cuda:nccl"."""
 
-    def __init__(self, backends: dict[str, str]) -> None:
+    def __init__(self, backends):
         self._device_types = [torch.device(kind) for kind in backends]
         self._backends = backends
 
-    def _get_backend(self, device: torch.device) -> Any:
+    def _get_backend(self, device):
         options = SimpleNamespace(_timeout=SimpleNamespace(total_seconds=lambda: 8.0))
         return SimpleNamespace(name=lambda: self._backends[device.type], options=options)
 
@@ -37,13 +34,13 @@ Calls = Callable[[dict[str, str]], TorchGroup]
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
+def calls(monkeypatch):
     """Makes groups whose calls are recorded in this process."""
     start(SharedRecord(1))
     kept = []
 
-    def make(backends: dict[str, str]) -> TorchGroup:
-        group: Any = Made(backends)
+    def make(backends):
+        group = Made(backends)
         kept.append(group)
         monkeypatch.setitem(distributed_c10d._world.pg_names, group, "made")
         monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda group: [0, 1])
@@ -55,7 +52,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     start(None)
 
 
-def hook(name: str = "ALLREDUCE", device: str = "cpu", root: int = -1, work: Any = None) -> Any:
+def hook(name="ALLREDUCE", device="cpu", root=-1, work=None):
     tensors = [torch.empty(1, device=device)]
     return SimpleNamespace(
         name=SimpleNamespace(name=name), input_tensors=tensors, output_tensors=[], root=root, op_id=3, work=work
@@ -65,11 +62,11 @@ def hook(name: str = "ALLREDUCE", device: str = "cpu", root: int = -1, work: Any
 class Work:
     done = False
 
-    def is_completed(self) -> bool:
+    def is_completed(self):
         return self.done
 
 
-def test_a_call_on_the_cpu_lasts_until_its_work_is_done(calls: Calls) -> None:
+def test_a_call_on_the_cpu_lasts_until_its_work_is_done(calls):
     group, work = calls({"cpu": "gloo"}), Work()
     group.begin(hook())
     record = activity.thread_records[0]
@@ -89,7 +86,7 @@ def test_a_call_on_the_cpu_lasts_until_its_work_is_done(calls: Calls) -> None:
     assert (record.begun, record.finished) == (1, 1)
 
 
-def test_the_next_call_takes_the_place_of_one_that_nobody_waits_for(calls: Calls) -> None:
+def test_the_next_call_takes_the_place_of_one_that_nobody_waits_for(calls):
     group, work = calls({"cpu": "gloo"}), Work()
     group.begin(hook())
     group.end(hook(work=work))
@@ -104,7 +101,7 @@ def test_the_next_call_takes_the_place_of_one_that_nobody_waits_for(calls: Calls
     assert record.current() is None
 
 
-def test_messages_have_no_deadline(calls: Calls) -> None:
+def test_messages_have_no_deadline(calls):
     group = calls({"cpu": "gloo"})
     for root, number in ((1, -2), (-1, -1 - ANYBODY)):
         group.begin(hook("RECV", root=root))
@@ -115,7 +112,7 @@ def test_messages_have_no_deadline(calls: Calls) -> None:
         assert activity.thread_records[0].patient
 
 
-def test_a_call_on_a_gpu_is_recorded_as_issued(calls: Calls) -> None:
+def test_a_call_on_a_gpu_is_recorded_as_issued(calls):
     """ "meta" stands for the GPU: nothing but its name is looked at."""
     group = calls({"cpu": "gloo", "meta": "nccl"})
     group.begin(hook("ALLGATHER_BASE", device="meta"))
@@ -126,7 +123,7 @@ def test_a_call_on_a_gpu_is_recorded_as_issued(calls: Calls) -> None:
     assert "all_gather() issued to nccl at " in text
 
 
-def test_this_package_s_backend_records_its_calls_itself(calls: Calls) -> None:
+def test_this_package_s_backend_records_its_calls_itself(calls):
     group = calls({"cpu": "mpi", "meta": "nccl"})
     group.begin(hook())
     group.end(hook(work=Work()))
@@ -147,7 +144,7 @@ if PLUGINS:  # torch has hooks
             ("alone", ""),  # for longer than the deadline
         ],
     )
-    def test_a_hung_call_of_gloo_is_named(case: str, said: str) -> None:
+    def test_a_hung_call_of_gloo_is_named(case, said):
         job = mpirun(2, PROGRAM, case)
         assert (job.status == 0, job.out.count("survived") == 2) == (not said, not said), job
         assert re.search(said, job.err), job.err

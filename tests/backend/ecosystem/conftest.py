@@ -3,20 +3,16 @@
 HPCDIST_TEST_BACKEND=gloo in the environment runs the same tests over gloo, which is the bar.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest
 import torch.distributed as dist
 
-import hpcdist
-
 DEFAULT = "mpi"
 
 
 @pytest.fixture(autouse=True)
-def backend(world: hpcdist.World) -> str:
+def backend(world):
     """The name of the default group's backend. Groups that a test makes stay: DTensor keeps what it has computed for a
     mesh, under the names of the groups it had then."""
     name = dist.get_backend()

@@ -1,25 +1,19 @@
 """accelerate on ranks that MPI started: after hd.init() it finds the process group. tests/clients trains with it."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, utils
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from collective import Findings
 from torch.utils.data import DataLoader, TensorDataset
-
-import hpcdist as hd
 
 pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
+def _nothing_is_left():
     """accelerate sets variables, and keeps its state for the rest of the process."""
     before, threads = dict(os.environ), torch.get_num_threads()
     yield
@@ -30,38 +24,36 @@ def _nothing_is_left() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def _accelerator(**kwargs: object) -> Accelerator:
+def _accelerator(**kwargs):
     """Without GPUs: cpu=True says so, without which it takes every rank for a job of its own."""
-    return Accelerator(cpu=True, **kwargs)  # type: ignore[arg-type]
+    return Accelerator(cpu=True, **kwargs)
 
 
 @pytest.mark.parametrize("samples", [1, 13])
-def test_metrics_of_a_ragged_last_batch(world: hd.World, samples: int) -> None:
+def test_metrics_of_a_ragged_last_batch(findings, samples):
     """gather_for_metrics: each sample once and in order, though ranks fill up the last batch."""
-    findings, accelerator = Findings(world.comm), _accelerator()
+    accelerator = _accelerator()
     data = TensorDataset(torch.arange(samples), torch.arange(3 * samples).view(samples, 3))
     loader = accelerator.prepare(DataLoader(data, batch_size=2))
     parts = [accelerator.gather_for_metrics((index, {"x": x, "twice": 2 * x})) for index, x in loader]
     findings.same(torch.cat([index for index, _ in parts]), torch.arange(samples), "samples")
     findings.same(torch.cat([d["twice"] for _, d in parts]), 2 * torch.arange(3 * samples).view(samples, 3), "rows")
-    findings.settle()
 
 
-def test_batches_that_one_process_reads(world: hd.World) -> None:
+def test_batches_that_one_process_reads(world, findings):
     """dispatch_batches: the main process reads and broadcasts; the others get their part."""
-    findings, size = Findings(world.comm), world.world_size
+    size = world.world_size
     config = utils.DataLoaderConfiguration(dispatch_batches=True, split_batches=True)
     accelerator = _accelerator(dataloader_config=config)
     samples = 4 * size * 3 - 1
     loader = accelerator.prepare(DataLoader(torch.arange(samples), batch_size=4 * size))
     got = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
     findings.same(got, torch.arange(samples), "samples")
-    findings.settle()
 
 
-def test_what_it_moves_between_ranks(world: hd.World) -> None:
+def test_what_it_moves_between_ranks(world, findings):
     """gather, reduce, pad, broadcast, objects."""
-    findings, size, rank = Findings(world.comm), world.world_size, world.rank
+    size, rank = world.world_size, world.rank
     accelerator = _accelerator()
     found = (accelerator.num_processes, accelerator.process_index, accelerator.local_process_index)
     findings.check(found == (size, rank, world.local_rank), found)
@@ -86,4 +78,3 @@ def test_what_it_moves_between_ranks(world: hd.World) -> None:
         findings.check(
             [i for part in world.comm.allgather(mine) for i in part] == list(range(2 * size + 1)), f"got {mine}"
         )
-    findings.settle()

@@ -1,97 +1,81 @@
 """DistributedDataParallel: its reducer, hooks and Join, and ZeroRedundancyOptimizer, as training on one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
-from collective import Findings
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from training import Batch, batches, check_close, check_same_on_all_ranks, mlp, mse, shard_of, train
-
-import hpcdist as hd
+from training import check_close, check_same_on_all_ranks, data_of, mlp, mse, shard_of, train
 
 pytestmark = pytest.mark.mpi
 
 SMALL = 2 / 1024  # MiB: several buckets even for a small model
-ROWS = 2  # of a batch, on each rank
 
 
-def _own(world: hd.World, data: list[Batch]) -> list[Batch]:
-    return [shard_of(batch, world.rank, world.world_size) for batch in data]
-
-
-def _data(world: hd.World, count: int = 4) -> list[Batch]:
-    return batches(count, ROWS * world.world_size)
-
-
-def _alone(data: list[Batch]) -> nn.Module:
+def _alone(data):
     """The model that one process has after training on whole batches."""
     model = mlp()
     train(model, torch.optim.Adam(model.parameters(), 0.01), data)
     return model
 
 
-def _gradients(model: nn.Module) -> list[Tensor]:
+def _gradients(model):
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["copied", "views"])
 @pytest.mark.parametrize("mib", [SMALL / 8, 25], ids=["several buckets", "one bucket"])
-def test_training_equals_that_of_one_process(world: hd.World, mib: float, view: bool) -> None:
+def test_training_equals_that_of_one_process(world, findings, mib, view):
     """Though every rank begins with weights and buffers of its own: rank 0's count."""
-    findings, data = Findings(world.comm), _data(world)
+    data, own = data_of(world)
     model = mlp(seed=world.rank)
     model.register_buffer("seen", torch.tensor([world.rank, 7]))
     ddp = DistributedDataParallel(model, bucket_cap_mb=mib, gradient_as_bucket_view=view)
     findings.same(model.seen, torch.tensor([0, 7]), "a buffer")
-    train(ddp, torch.optim.Adam(ddp.parameters(), 0.01), _own(world, data))
+    train(ddp, torch.optim.Adam(ddp.parameters(), 0.01), own)
     check_close(findings, model.parameters(), _alone(data).parameters(), "parameters")
     check_same_on_all_ranks(findings, world.comm, list(model.parameters()), "parameters")
-    findings.settle()
 
 
 class _Branches(nn.Module):
     """Each rank uses another one of the branches, and nobody the last."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         super().__init__()
         torch.manual_seed(0)
         self.trunk = nn.Linear(5, 4, dtype=torch.float64)
         self.branches = nn.ModuleList(nn.Linear(4, 3, dtype=torch.float64) for _ in range(count + 1))
 
-    def forward(self, x: Tensor, branch: int) -> Tensor:
+    def forward(self, x, branch):
         return self.branches[branch](torch.tanh(self.trunk(x)))
 
 
-def test_unused_parameters(world: hd.World) -> None:
+def test_unused_parameters(world, findings):
     """The gradient is the mean over all ranks, a parameter that a rank does not use counting as zero; one that no rank
     uses has none."""
-    findings, size = Findings(world.comm), world.world_size
-    expected: list[Tensor] = []
+    size = world.world_size
+    expected = []
     for rank in range(size):
         alone = _Branches(size)
-        mse(lambda x: alone(x, rank), shard_of(_data(world)[0], rank, size)).backward()  # noqa: B023
+        mse(lambda x: alone(x, rank), shard_of(data_of(world)[0][0], rank, size)).backward()  # noqa: B023
         found = _gradients(alone)
         expected = found if not expected else [a + b for a, b in zip(expected, found, strict=True)]
     ddp = DistributedDataParallel(_Branches(size), find_unused_parameters=True, bucket_cap_mb=SMALL / 8)
     for turn in range(3):
         ddp.zero_grad()
-        mse(lambda x: ddp(x, world.rank), _own(world, _data(world))[0]).backward()
+        mse(lambda x: ddp(x, world.rank), data_of(world)[1][0]).backward()
         check_close(findings, _gradients(ddp), [grad / size for grad in expected], f"turn {turn}")
     findings.check(ddp.module.branches[size].weight.grad is None, "a gradient of what nobody uses")
-    findings.settle()
 
 
-def test_sparse_gradients(world: hd.World) -> None:
+def test_sparse_gradients(world, findings):
     """Of an embedding: each rank has rows of its own, and some that others have, too."""
-    findings, size = Findings(world.comm), world.world_size
+    size = world.world_size
 
-    def table() -> nn.Embedding:
+    def table():
         torch.manual_seed(0)
         return nn.Embedding(9, 2, sparse=True, dtype=torch.float64)
 
@@ -104,10 +88,9 @@ def test_sparse_gradients(world: hd.World) -> None:
     assert got is not None and expected is not None
     findings.check(got.is_sparse, f"the gradient is {got.layout}")
     check_close(findings, [got.to_dense()], [expected.to_dense()], "gradient")
-    findings.settle()
 
 
-def test_a_hook_that_calls_in_its_callbacks(world: hd.World) -> None:
+def test_a_hook_that_calls_in_its_callbacks(world, findings):
     """PowerSGD reduces one factor, and within the callback of that the other one: as over gloo."""
     found = {}
     for kind, group in (("default", None), ("gloo", dist.new_group(backend="gloo"))):
@@ -116,44 +99,41 @@ def test_a_hook_that_calls_in_its_callbacks(world: hd.World) -> None:
             group, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5
         )
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        train(ddp, torch.optim.SGD(ddp.parameters(), 0.1), _own(world, _data(world, 5)))
+        train(ddp, torch.optim.SGD(ddp.parameters(), 0.1), data_of(world, 5)[1])
         found[kind] = [p.detach() for p in ddp.parameters()]
-    findings = Findings(world.comm)
     check_close(findings, found["default"], found["gloo"], "parameters", 1e-9)
     check_same_on_all_ranks(findings, world.comm, found["default"], "parameters")
-    findings.settle()
 
 
-def _uneven(world: hd.World, rank: int) -> list[Batch]:
+def _uneven(world, rank):
     """Rank r has r + 1 batches."""
-    return [shard_of(batch, rank, world.world_size) for batch in _data(world, world.world_size)[: rank + 1]]
+    return [shard_of(batch, rank, world.world_size) for batch in data_of(world, world.world_size)[0][: rank + 1]]
 
 
-def test_join_with_uneven_inputs(world: hd.World) -> None:
+def test_join_with_uneven_inputs(world, findings):
     """A rank without further batches counts as a gradient of zeros, and all end with the same model."""
-    findings, size = Findings(world.comm), world.world_size
+    size = world.world_size
     alone = mlp()
     optimizer = torch.optim.SGD(alone.parameters(), 0.1)
     for turn in range(size):
         optimizer.zero_grad()
         active = [data[turn] for rank in range(size) if turn < len(data := _uneven(world, rank))]
-        sum(mse(alone, batch) / size for batch in active).backward()  # type: ignore[union-attr]
+        sum(mse(alone, batch) / size for batch in active).backward()
         optimizer.step()
     ddp = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL / 8)
     with Join([ddp]):
         train(ddp, torch.optim.SGD(ddp.parameters(), 0.1), _uneven(world, world.rank))
     check_close(findings, ddp.parameters(), alone.parameters(), "parameters")
-    findings.settle()
 
 
-def test_zero_redundancy_optimizer(world: hd.World) -> None:
+def test_zero_redundancy_optimizer(world, findings):
     """Each rank keeps the state of some parameters; together, on rank 0, it is that of one process."""
-    findings, data = Findings(world.comm), _data(world)
+    data, own = data_of(world)
     alone, ddp = mlp(), DistributedDataParallel(mlp(), bucket_cap_mb=SMALL / 8)
     optimizer = torch.optim.Adam(alone.parameters(), 0.01)
     sharded = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, parameters_as_bucket_view=True, lr=0.01)
     train(alone, optimizer, data)
-    train(ddp, sharded, _own(world, data))
+    train(ddp, sharded, own)
     check_close(findings, ddp.parameters(), alone.parameters(), "parameters")
     check_same_on_all_ranks(findings, world.comm, list(ddp.parameters()), "parameters")
     held = sum(len(group["params"]) for group in sharded.optim.param_groups)
@@ -164,20 +144,18 @@ def test_zero_redundancy_optimizer(world: hd.World) -> None:
         findings.check(got.keys() == expected.keys(), f"state of {list(got)}, expected {list(expected)}")
         for key, state in expected.items():
             check_close(findings, (got[key][n] for n in state), state.values(), f"state of {key}")
-    findings.settle()
 
 
-def _python_hook(group, bucket):  # type: ignore[no-untyped-def]  # DDP wants types or none, not their names
+def _python_hook(group, bucket):  # DDP wants types or none, not their names
     """The mean, in steps that each begin when the one before is complete."""
     size = dist.get_world_size()
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda future: future.value()[0].mul_(2)).then(lambda f: f.value().div_(2 * size))
 
 
-def test_a_hook_of_futures(world: hd.World) -> None:
-    findings, data = Findings(world.comm), _data(world)
+def test_a_hook_of_futures(world, findings):
+    data, own = data_of(world)
     ddp = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL / 8)
     ddp.register_comm_hook(None, _python_hook)
-    train(ddp, torch.optim.Adam(ddp.parameters(), 0.01), _own(world, data))
+    train(ddp, torch.optim.Adam(ddp.parameters(), 0.01), own)
     check_close(findings, ddp.parameters(), _alone(data).parameters(), "parameters")
-    findings.settle()

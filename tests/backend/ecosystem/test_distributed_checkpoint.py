@@ -1,16 +1,9 @@
 """torch.distributed.checkpoint: saved by some ranks with one sharding, loaded by others with another one."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from collective import Findings
-from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -20,10 +13,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor, zeros
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, zeros
 from training import batches, check_close, mlp, shard_of, train
-
-import hpcdist as hd
 
 pytestmark = pytest.mark.mpi
 
@@ -31,7 +22,7 @@ pytestmark = pytest.mark.mpi
 class _Part:
     """A group of some ranks and its mesh, made on all ranks."""
 
-    def __init__(self, world: hd.World, ranks: Sequence[int]) -> None:
+    def __init__(self, world, ranks):
         self.ranks, self.group = list(ranks), dist.new_group(list(ranks))
         self.member = world.rank in self.ranks
         self.index = self.ranks.index(world.rank) if self.member else -1
@@ -39,7 +30,7 @@ class _Part:
             self.mesh = DeviceMesh.from_group(self.group, "cpu")
 
 
-def _parts(world: hd.World) -> dict[str, _Part]:
+def _parts(world):
     size = world.world_size
     return {
         "all": _Part(world, range(size)),
@@ -48,7 +39,7 @@ def _parts(world: hd.World) -> dict[str, _Part]:
     }
 
 
-def _whole() -> dict[str, Tensor]:
+def _whole():
     return {
         "rows": torch.arange(35, dtype=torch.float64).view(7, 5),
         "columns": torch.arange(15, dtype=torch.int32).view(3, 5),
@@ -57,7 +48,7 @@ def _whole() -> dict[str, Tensor]:
     }
 
 
-PLACEMENTS: dict[str, tuple[Placement, Placement]] = {  # as it is saved and as it is loaded
+PLACEMENTS = {  # as it is saved and as it is loaded
     "rows": (Shard(0), Shard(1)),
     "columns": (Shard(1), Replicate()),
     "half": (Replicate(), Shard(0)),
@@ -66,8 +57,8 @@ PLACEMENTS: dict[str, tuple[Placement, Placement]] = {  # as it is saved and as 
 
 
 @pytest.mark.parametrize(("saving", "loading"), [("all", "first"), ("some", "all")])
-def test_another_number_of_ranks(world: hd.World, folder: Path, saving: str, loading: str) -> None:
-    findings, parts, whole = Findings(world.comm), _parts(world), _whole()
+def test_another_number_of_ranks(world, findings, folder, saving, loading):
+    parts, whole = _parts(world), _whole()
     writer, reader = parts[saving], parts[loading]
     if writer.member:
         state = {
@@ -89,10 +80,9 @@ def test_another_number_of_ranks(world: hd.World, folder: Path, saving: str, loa
         findings.check((loaded["steps"], loaded["names"]) == (7, ["a", "b"]), loaded)
         findings.same(loaded["plain"], torch.full((2,), 5.0), "a tensor that all have")
     findings.checked += 1
-    findings.settle()
 
 
-def _trained(world: hd.World, part: _Part, model: nn.Module) -> torch.optim.Optimizer:
+def _trained(world, part, model):
     """A sharded model, with an optimizer's state, after two steps."""
     fully_shard(model, mesh=part.mesh)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
@@ -101,9 +91,9 @@ def _trained(world: hd.World, part: _Part, model: nn.Module) -> torch.optim.Opti
     return optimizer
 
 
-def test_training_goes_on_with_fewer_ranks(world: hd.World, folder: Path) -> None:
+def test_training_goes_on_with_fewer_ranks(world, findings, folder):
     """Model and optimizer of fully_shard. async_save writes in a thread, while the ranks use the same group."""
-    findings, parts = Findings(world.comm), _parts(world)
+    parts = _parts(world)
     writer, reader = parts["all"], parts["some"]
     model = mlp()
     optimizer = _trained(world, writer, model)
@@ -135,19 +125,17 @@ def test_training_goes_on_with_fewer_ranks(world: hd.World, folder: Path) -> Non
         got = [p.full_tensor().detach() for p in other.parameters()]
         check_close(findings, got, [p.detach() for p in alone.parameters()], "after more steps", 1e-10)
     findings.checked += 1
-    findings.settle()
 
 
-def test_a_whole_state_dict_from_and_to_rank_0(world: hd.World) -> None:
+def test_a_whole_state_dict_from_and_to_rank_0(world, findings):
     """full_state_dict gathers to rank 0; broadcast_from_rank0 distributes what it alone has read."""
-    findings, part = Findings(world.comm), _parts(world)["all"]
+    part = _parts(world)["all"]
     model, alone = mlp(seed=4), mlp(seed=4)
     fully_shard(model, mesh=part.mesh)
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     findings.check(bool(whole) == (world.rank == 0), f"rank {world.rank} has {list(whole)}")
     if world.rank == 0:
-        check_close(findings, whole.values(), alone.state_dict().values(), "gathered", 0)  # type: ignore[arg-type]
+        check_close(findings, whole.values(), alone.state_dict().values(), "gathered", 0)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, mlp(seed=5).state_dict() if world.rank == 0 else {}, options=options)
     check_close(findings, [p.full_tensor() for p in model.parameters()], mlp(seed=5).parameters(), "distributed", 0)
-    findings.settle()

@@ -1,18 +1,12 @@
 """DTensor: every placement into every other, distribution of rank 0's tensor, products, as indexing of the whole."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
 import torch
-from collective import Findings
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from training import check_close
-
-import hpcdist as hd
 
 pytestmark = pytest.mark.mpi
 
@@ -28,14 +22,14 @@ REDUCTIONS = {
     "max": lambda parts: parts.amax(0),
     "min": lambda parts: parts.amin(0),
 }
-PLACEMENTS: tuple[Placement, ...] = (Shard(0), Shard(1), Shard(2), Replicate(), *(Partial(op) for op in REDUCTIONS))
+PLACEMENTS = (Shard(0), Shard(1), Shard(2), Replicate(), *(Partial(op) for op in REDUCTIONS))
 
 
-def _mesh(world: hd.World) -> DeviceMesh:
+def _mesh(world):
     return init_device_mesh("cpu", (world.world_size,))
 
 
-def _source(shape: tuple[int, ...], placement: Placement, mesh: DeviceMesh) -> tuple[DTensor, Tensor]:
+def _source(shape, placement, mesh):
     """A tensor placed so, made of local tensors alone, and the whole."""
     rank, size = mesh.get_local_rank(), mesh.size()
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
@@ -49,7 +43,7 @@ def _source(shape: tuple[int, ...], placement: Placement, mesh: DeviceMesh) -> t
     ), whole
 
 
-def _local(whole: Tensor, placement: Placement, rank: int, size: int) -> Tensor:
+def _local(whole, placement, rank, size):
     """This rank's part, by torch.chunk's rule."""
     if not isinstance(placement, Shard):
         return whole
@@ -58,21 +52,20 @@ def _local(whole: Tensor, placement: Placement, rank: int, size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_every_placement_into_every_other(world: hd.World, shape: tuple[int, ...]) -> None:
-    findings, mesh = Findings(world.comm), _mesh(world)
+def test_every_placement_into_every_other(world, findings, shape):
+    mesh = _mesh(world)
     for start, end, wait in product(PLACEMENTS, PLACEMENTS[:4], (True, False)):  # torch redistributes to no Partial
         name = f"{shape} {start} to {end}{'' if wait else ', asynchronous'}"
         source, whole = _source(shape, start, mesh)
         moved = source.redistribute(mesh, [end], async_op=not wait)
         check_close(findings, [moved.to_local() + 0], [_local(whole, end, world.rank, world.world_size)], name)
         check_close(findings, [moved.full_tensor()], [whole], f"{name}, whole")
-    findings.settle()
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_rank_0_distributes(world: hd.World, shape: tuple[int, ...]) -> None:
+def test_rank_0_distributes(world, findings, shape):
     """What the other ranks hold does not count; src_data_rank=None sends nothing."""
-    findings, mesh = Findings(world.comm), _mesh(world)
+    mesh = _mesh(world)
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
     for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
         mine = whole if world.rank == 0 else torch.full_like(whole, -1)
@@ -81,12 +74,11 @@ def test_rank_0_distributes(world: hd.World, shape: tuple[int, ...]) -> None:
         check_close(findings, [got.to_local()], [expected], str(placement))
         got = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
         check_close(findings, [got.to_local()], [expected], f"{placement}, each its own")
-    findings.settle()
 
 
-def test_two_dimensions(world: hd.World) -> None:
+def test_two_dimensions(world, findings):
     """Every pair of placements into every other pair, on a mesh of 2 x n/2 where that is whole, else n x 1."""
-    findings, size = Findings(world.comm), world.world_size
+    size = world.world_size
     rows = 2 if size % 2 == 0 else size
     mesh = init_device_mesh("cpu", (rows, size // rows), mesh_dim_names=("rows", "columns"))
     whole = torch.arange(35, dtype=torch.float64).view(7, 5)
@@ -98,4 +90,3 @@ def test_two_dimensions(world: hd.World) -> None:
             expected = _local(expected, placement, mesh.get_local_rank(dim), mesh.size(dim))
         check_close(findings, [x.to_local()], [expected], f"{start} to {end}")
         check_close(findings, [x.full_tensor()], [whole], f"{start} to {end}, whole")
-    findings.settle()

@@ -1,19 +1,11 @@
 """Functional collectives, eager, differentiated and compiled; and torch.compile over DDP and DTensor."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.nn.functional as differentiable
-from collective import Findings
-from torch import Tensor
 from training import check_close
-
-import hpcdist as hd
 
 pytestmark = [
     pytest.mark.mpi,
@@ -21,22 +13,22 @@ pytestmark = [
 ]
 
 
-def _of(rank: int, rows: int = 3) -> Tensor:
+def _of(rank, rows=3):
     """The shard of a rank."""
     return torch.arange(4.0 * rows, dtype=torch.float64).view(rows, 4) + 100 * rank
 
 
-def _blocks(rank: int, size: int) -> Tensor:
+def _blocks(rank, size):
     """A rank's tensor of one row for each rank, of 2 columns for each rank."""
     return torch.arange(2.0 * size * size, dtype=torch.float64).view(size, 2 * size) + 100 * rank
 
 
-def _rows(source: int, dest: int) -> int:
+def _rows(source, dest):
     """How many rows `source` sends to `dest`: some none."""
     return (source + 2 * dest) % 3
 
 
-def _results(group: dist.ProcessGroup, rank: int, size: int) -> dict[str, tuple[Callable[[], object], object]]:
+def _results(group, rank, size):
     """What each call gives, and what it must give on this rank."""
     shards, blocks = [_of(r) for r in range(size)], [_blocks(r, size) for r in range(size)]
     x, y, total = shards[rank], blocks[rank], sum(blocks[1:], blocks[0])
@@ -83,18 +75,17 @@ def _results(group: dist.ProcessGroup, rank: int, size: int) -> dict[str, tuple[
     }
 
 
-def _listed(x: object) -> list[Tensor]:
+def _listed(x):
     return [y + 0 for y in (x if isinstance(x, list) else [x])]  # which waits
 
 
 @pytest.mark.once  # not on 3 ranks, so whole on 2
 @pytest.mark.parametrize("members", ["all", "some"])
-def test_what_each_gives(world: hd.World, members: str) -> None:
+def test_what_each_gives(world, findings, members):
     """In the default group, and in one of some ranks, the last of which comes first."""
     ranks = list(range(world.world_size)) if members == "all" else [world.world_size - 1, *range(world.world_size // 2)]
     ranks = list(dict.fromkeys(ranks))
     group = dist.group.WORLD if members == "all" else dist.new_group(ranks)
-    findings = Findings(world.comm)
     if world.rank in ranks:
         assert group is not None
         for name, (call, expected) in _results(group, dist.get_rank(group), len(ranks)).items():
@@ -102,50 +93,48 @@ def test_what_each_gives(world: hd.World, members: str) -> None:
                 continue  # its source is a rank of the world
             check_close(findings, _listed(call()), _listed(expected), name)
     findings.checked += 1
-    findings.settle()
 
 
 @pytest.mark.once  # not on 3 ranks, so whole on 2
-def test_compiled(world: hd.World) -> None:
+def test_compiled(world, findings):
     """In one graph with what comes before and after."""
-    findings, group = Findings(world.comm), dist.group.WORLD
+    group = dist.group.WORLD
     torch._dynamo.reset()
 
-    def step(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        y = funcol.all_reduce(x * 2, "sum", group)  # type: ignore[arg-type]
-        z = funcol.all_gather_tensor(y.sin(), 0, group)  # type: ignore[arg-type]
+    def step(x):
+        y = funcol.all_reduce(x * 2, "sum", group)
+        z = funcol.all_gather_tensor(y.sin(), 0, group)
         dist.all_reduce(y, op=dist.ReduceOp.MAX)  # which the compiler makes a functional one of
-        back = funcol.reduce_scatter_tensor(z, "avg", 0, group)  # type: ignore[arg-type]
-        return y + 1, z * 2, back, funcol.all_to_all_single(z, None, None, group)  # type: ignore[arg-type]
+        back = funcol.reduce_scatter_tensor(z, "avg", 0, group)
+        return y + 1, z * 2, back, funcol.all_to_all_single(z, None, None, group)
 
     x = _of(world.rank) / 50
     got = torch.compile(step, backend="aot_eager", fullgraph=True)(x)
     check_close(findings, [y + 0 for y in got], [y + 0 for y in step(x)], "compiled")
-    findings.settle()
 
 
-def test_gradients(world: hd.World) -> None:
+def test_gradients(world, findings):
     """The transpose of each call: the loss is the sum of all ranks' losses."""
-    findings, size, rank, group = Findings(world.comm), world.world_size, world.rank, dist.group.WORLD
+    size, rank, group = world.world_size, world.rank, dist.group.WORLD
     weights = [
         torch.arange(2.0 * size * size, dtype=torch.float64).view(size, 2 * size).cos() * (r + 1) for r in range(size)
     ]
     x = _blocks(rank, size).requires_grad_()
 
-    def gradient(y: Tensor, weight: Tensor) -> Tensor:
+    def gradient(y, weight):
         return torch.autograd.grad((y * weight).sum(), x)[0]
 
     total = sum(weights[1:], weights[0])
     wide = [torch.cat([w * (i + 1) for i in range(size)]) for w in weights]
     summed = sum(wide[1:], wide[0])[size * rank : size * (rank + 1)]
     got = {
-        "all_gather_tensor_autograd": gradient(funcol.all_gather_tensor_autograd(x, 0, group), wide[rank]),  # type: ignore[arg-type]
+        "all_gather_tensor_autograd": gradient(funcol.all_gather_tensor_autograd(x, 0, group), wide[rank]),
         "reduce_scatter_tensor_autograd": gradient(
-            funcol.reduce_scatter_tensor_autograd(x, "sum", 0, group),  # type: ignore[arg-type]
+            funcol.reduce_scatter_tensor_autograd(x, "sum", 0, group),
             weights[rank][:1],
         ),
         "all_to_all_single_autograd": gradient(
-            funcol.all_to_all_single_autograd(x, [1] * size, [1] * size, group),  # type: ignore[arg-type]
+            funcol.all_to_all_single_autograd(x, [1] * size, [1] * size, group),
             weights[rank],
         ),
         "nn.all_reduce": gradient(differentiable.all_reduce(x), weights[rank]),
@@ -163,4 +152,3 @@ def test_gradients(world: hd.World) -> None:
     }
     for name, value in expected.items():
         check_close(findings, [got[name]], [value], name)
-    findings.settle()

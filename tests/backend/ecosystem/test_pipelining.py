@@ -1,11 +1,9 @@
 """torch.distributed.pipelining: stages on different ranks, whose schedules send and receive, as on one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from collective import Findings
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -16,15 +14,13 @@ from torch.distributed.pipelining import (
 from torch.nn import functional
 from training import check_close
 
-import hpcdist as hd
-
 pytestmark = [pytest.mark.mpi(min_size=2)]
 
 WIDTH, MICRO = 4, 6  # micro-batches of two rows each
 DEVICE = torch.device("cpu")
 
 
-def _layers(count: int) -> nn.Sequential:
+def _layers(count):
     """One layer a stage."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
@@ -32,13 +28,13 @@ def _layers(count: int) -> nn.Sequential:
         return nn.Sequential(*layers).double()
 
 
-def _data() -> tuple[Tensor, Tensor]:
+def _data():
     draw = torch.Generator().manual_seed(8)
     x, y = (torch.randn(2 * MICRO, WIDTH, generator=draw, dtype=torch.float64) for _ in range(2))
     return x, y
 
 
-def _alone(stages: int) -> tuple[nn.Sequential, list[Tensor], Tensor]:
+def _alone(stages):
     model, (x, y) = _layers(stages), _data()
     losses, outputs = [], []
     for part, target in zip(x.chunk(MICRO), y.chunk(MICRO), strict=True):
@@ -48,26 +44,24 @@ def _alone(stages: int) -> tuple[nn.Sequential, list[Tensor], Tensor]:
     return model, [loss.detach() for loss in losses], torch.cat(outputs).detach()
 
 
-def _check(findings: Findings, world: hd.World, schedule: object, mine: list[int], got: nn.Module, stages: int) -> None:
+def _check(findings, world, schedule, mine, got, stages):
     """A step of the schedule: the first rank gives the input, the last one the targets."""
     alone, losses, output = _alone(stages)
     x, y = _data()
     first, last = 0 in mine, stages - 1 in mine
-    found: list[Tensor] = []
-    result = schedule.step(  # type: ignore[attr-defined]
-        *([x] if first else []), **({"target": y, "losses": found} if last else {})
-    )
+    found = []
+    result = schedule.step(*([x] if first else []), **({"target": y, "losses": found} if last else {}))
     if last:
         check_close(findings, found, losses, "losses")
         check_close(findings, [result.detach()], [output], "output")
     for stage in mine:
         gradients = [p.grad for p in alone[stage].parameters()]
-        check_close(findings, [p.grad for p in got[stage].parameters()], gradients, f"gradients of stage {stage}")  # type: ignore[index,misc]
+        check_close(findings, [p.grad for p in got[stage].parameters()], gradients, f"gradients of stage {stage}")
     findings.settle()
 
 
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
-def test_a_stage_on_each_rank(world: hd.World, schedule: type) -> None:
+def test_a_stage_on_each_rank(world, schedule):
     findings, size = Findings(world.comm), world.world_size
     model = _layers(size)
     stage = PipelineStage(model[world.rank], world.rank, size, DEVICE)
@@ -76,7 +70,7 @@ def test_a_stage_on_each_rank(world: hd.World, schedule: type) -> None:
 
 
 @pytest.mark.parametrize("schedule", [ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble])
-def test_two_stages_on_each_rank(world: hd.World, schedule: type) -> None:
+def test_two_stages_on_each_rank(world, schedule):
     """Stage s is on rank s modulo the number of ranks: the last rank sends to the first."""
     findings, size = Findings(world.comm), world.world_size
     model, mine = _layers(2 * size), [world.rank, world.rank + size]

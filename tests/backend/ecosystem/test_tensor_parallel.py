@@ -1,18 +1,14 @@
 """parallelize_module: layers split by columns and rows, sequence parallel, embeddings and losses, as on one process."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest
 import torch
-from collective import Findings
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
@@ -22,45 +18,43 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 from training import check_close
 
-import hpcdist as hd
-
 pytestmark = pytest.mark.mpi
 
 WIDTH, HIDDEN, WORDS = 6, 12, 11
 
 
-def _mesh(world: hd.World) -> DeviceMesh:
+def _mesh(world):
     return init_device_mesh("cpu", (world.world_size,))
 
 
 class _Block(nn.Module):
     """The half of a transformer's block that has the most weights."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, hidden)
         self.down = nn.Linear(hidden, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.down(functional.gelu(self.up(self.norm(x))))
 
 
-def _block(hidden: int = HIDDEN) -> _Block:
+def _block(hidden=HIDDEN):
     with torch.random.fork_rng():
         torch.manual_seed(3)
         return _Block(hidden).double()
 
 
-def _input(tokens: int = 3) -> Tensor:
+def _input(tokens=3):
     return torch.randn(2, tokens, WIDTH, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 
 
-def _full(x: Tensor) -> Tensor:
+def _full(x):
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
 
 
-def _check(findings: Findings, model: nn.Module, alone: nn.Module, x: Tensor, steps: int = 2) -> None:
+def _check(findings, model, alone, x, steps=2):
     """Outputs, gradients and updates are those of one process."""
     optimizers = [torch.optim.Adam(m.parameters(), 0.01) for m in (model, alone)]
     for step in range(steps):
@@ -70,30 +64,29 @@ def _check(findings: Findings, model: nn.Module, alone: nn.Module, x: Tensor, st
             optimizer.zero_grad()
             y = m(mine)
             (y**2).sum().backward()
-            results.append([_full(y), _full(mine.grad), *(_full(p.grad) for p in m.parameters())])  # type: ignore[arg-type]
+            results.append([_full(y), _full(mine.grad), *(_full(p.grad) for p in m.parameters())])
             optimizer.step()
         check_close(findings, *results, f"step {step}")
     check_close(findings, map(_full, model.parameters()), map(_full, alone.parameters()), "parameters")
 
 
 @pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
-def test_columns_then_rows(world: hd.World, even: bool) -> None:
+def test_columns_then_rows(world, findings, even):
     """Uneven ones as DTensors throughout: a local tensor does not say of which whole it is a part."""
     hidden = 4 * world.world_size if even else 7
-    findings, alone = Findings(world.comm), _block(hidden)
-    plan: dict[str, ParallelStyle] = {"up": ColwiseParallel(use_local_output=even), "down": RowwiseParallel()}
+    alone = _block(hidden)
+    plan = {"up": ColwiseParallel(use_local_output=even), "down": RowwiseParallel()}
     model = parallelize_module(deepcopy(alone), _mesh(world), plan)
     rows = sum(world.comm.allgather(len(model.up.weight.to_local())))
     findings.check(rows == hidden, f"{rows} rows of the first layer on all ranks, expected {hidden}")
     _check(findings, model, alone, _input())
-    findings.settle()
 
 
-def test_sequence_parallel(world: hd.World) -> None:
+def test_sequence_parallel(world, findings):
     """The norm computes its tokens alone; they are gathered for the columns, reduced and scattered after the rows."""
-    findings, alone = Findings(world.comm), nn.Sequential(_block(4 * world.world_size), _block(4 * world.world_size))
+    alone = nn.Sequential(_block(4 * world.world_size), _block(4 * world.world_size))
     model, mesh = deepcopy(alone), _mesh(world)
-    styles: dict[str, ParallelStyle] = {
+    styles = {
         "norm": SequenceParallel(),
         "up": ColwiseParallel(input_layouts=Shard(1)),
         "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
@@ -102,12 +95,11 @@ def test_sequence_parallel(world: hd.World) -> None:
     parallelize_module(model, mesh, {f"{i}.{name}": style for i in (0, 1) for name, style in styles.items()})
     parallelize_module(model, mesh, {"0": inputs})
     _check(findings, model, alone, _input(2 * world.world_size))
-    findings.settle()
 
 
-def test_the_loss_over_sharded_words(world: hd.World) -> None:
+def test_the_loss_over_sharded_words(world, findings):
     """Cross entropy of logits whose words are sharded: never gathered."""
-    findings, mesh = Findings(world.comm), _mesh(world)
+    mesh = _mesh(world)
     logits = torch.randn(5, WORDS, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     target = torch.tensor([0, 10, 5, 2, 9])
     one = logits.clone().requires_grad_()
@@ -117,5 +109,4 @@ def test_the_loss_over_sharded_words(world: hd.World) -> None:
     with loss_parallel():
         loss = functional.cross_entropy(x, target)
         loss.backward()
-    check_close(findings, [_full(loss), _full(x.grad)], [expected.detach(), one.grad], "loss and gradient")  # type: ignore[list-item,arg-type]
-    findings.settle()
+    check_close(findings, [_full(loss), _full(x.grad)], [expected.detach(), one.grad], "loss and gradient")
