@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -20,13 +20,16 @@ from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
 from hpcdist.process import machine
 
+_HEADER = 2**16  # bytes; numpy itself takes 10,000
+
 
 class _Npy(Format):
     dtypes = NUMPY
 
     def describe(self, path: str) -> Contents:
         at = identity(path)
-        with _reading(path):
+        with _reading(path), open(path, "rb") as file:
+            _check_header(path, file)
             array = np.lib.format.open_memmap(path, mode="r")
         dtype, plain = _dtype_of(path, array), array.dtype.isnative and array.flags.c_contiguous
         raw = Raw(path, array.offset, array.shape, dtype) if plain else None
@@ -80,7 +83,18 @@ def _array(path: str, name: str) -> Any:
     """Read an array of an archive; a FileError if memory cannot hold it, which a few bytes may unpack to."""
     with _reading(path), np.load(path, allow_pickle=False) as held:
         machine.require(path, held.zip.getinfo(f"{name}.npy").file_size)
+        with held.zip.open(f"{name}.npy") as file:
+            _check_header(path, file)
         return held[name]
+
+
+def _check_header(path: str, file: IO[bytes]) -> None:
+    """Raise a FileError for a header of forged length, which numpy would read before it looks at the length."""
+    start = file.read(12)
+    size = int.from_bytes(start[8:10] if start[6:7] == b"\1" else start[8:], "little")
+    if start.startswith(b"\x93NUMPY") and size > _HEADER:
+        what = f"its header has {size:,} bytes, more than the expected {_HEADER:,}"
+        raise FileError("HD402", f"{path}: cannot be read: {what}")
 
 
 def _tensor(some: Any) -> Tensor:
