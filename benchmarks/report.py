@@ -399,6 +399,8 @@ def filled(text: str, records: Sequence[Record]) -> str:
             if topic == "where"
             else start_up()
             if topic == "start-up"
+            else table(*json.loads((FOLDER / f"{topic}.json").read_text()))
+            if topic.startswith("model")
             else target_table(records, topic, True)
         )
         return f"{found[1]}\n{made}\n\n{found[3]}"

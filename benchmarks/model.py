@@ -1,0 +1,156 @@
+"""Model calls of up to 16,384 ranks from what the real code does on each rank; compare small jobs with measured ones.
+
+python benchmarks/model.py     # writes results/model.json; needs root, and smpirun: apt-get install libsimgrid-dev
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from math import log2
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from report import figure
+from results import FOLDER, show_size
+
+import hpcdist as hd
+from hpcdist.errors import RankError
+from hpcdist.formats.contents import Dataset
+from hpcdist.staging.pieces import plan_save
+from hpcdist.staging.writer import WINDOW, SaveOptions, Target
+
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path += [str(TESTS / "cluster"), str(TESTS / "helpers")]
+from hosts import Hosts  # noqa: E402
+from simulated import (  # noqa: E402
+    CASES,
+    Machine,
+    least_outside,
+    measured,
+    messages,
+    metadata,
+    outside,
+    record,
+    recorded,
+    seconds,
+    simulate,
+)
+
+CHECKED = [("concat", 8), ("concat", 2**16), *((case, 2**24) for case in CASES)]
+
+
+def measure(comm: MPI.Intracomm) -> None:
+    """Measure a machine and the calls, in a job; rank 0 prints the seconds."""
+    machine, alone = measured(comm), seconds(comm, partial(hd.concat, torch.empty(8), group=MPI.COMM_SELF), 100)
+    times = [
+        seconds(comm, CASES[case](comm.rank, comm.size, nbytes), max(1, 2**20 // max(nbytes, 2**13)))
+        for case, nbytes in CHECKED
+    ]
+    if comm.rank == 0:
+        print(json.dumps({"machine": machine, "call": alone, "seconds": times}))
+
+
+def check(program: str = __file__) -> Iterator[list[str]]:
+    """Yield rows of a table: measured and simulated, on one node, and on hosts at 1 Gbit/s."""
+    for nodes, ranks in ((1, 2), (1, 4), (2, 2), (4, 2)):
+        with Hosts(nodes) as hosts:
+            if nodes > 1:
+                hosts.rate("1gbit")
+            job = hosts.mpirun([ranks] * nodes, program)
+        assert job.status == 0, job.err
+        found = json.loads(job.out.splitlines()[-1])
+        machine = Machine(*found["machine"])
+        for (case, nbytes), real in zip(CHECKED, found["seconds"], strict=True):
+            model = found["call"] + simulate(machine, recorded(case, nbytes, machine, range(machine.size)))
+            times = figure(1e3 * real), figure(1e3 * model)
+            yield [f"{nodes} x {ranks}: {case}, {show_size(nbytes)}", *times, f"{model / real:.2f}"]
+
+
+# Large jobs
+
+
+def scale(machine: Machine) -> Iterator[list[str]]:
+    """Yield rows of a table for a job of a cluster."""
+    nodes, ranks, size = machine.nodes, machine.ranks, machine.size
+    for case, nbytes in [("concat", 8), *((case, 2**18) for case in CASES)]:
+        logs = recorded(case, nbytes, machine, range(size) if size <= 128 else (0, 1, size - 1))
+        node = [(logs[0], 0, 1), (logs[1], 1, ranks - 2), (logs[-1], size - 1, 1)]  # others are like rank 1
+        into, out = np.sum([times * np.array(outside(e, rank, machine)) for log, rank, times in node for e in log], 0)
+        told, wire = metadata(logs[0], size), max(into, out)
+        steps = messages(logs[0]) + len(told) * log2(size)
+        copied = max(sum(e.nbytes for e in log if e.name == "copy") for log in logs)
+        loggp = steps * machine.wire_latency + (wire + ranks * sum(told)) / machine.wire + copied / machine.copies
+        by_simgrid = figure(1e3 * simulate(machine, logs)) if len(logs) == size else "-"
+        memory = sum(times * log[-1].nbytes for log, _, times in node)
+        ratio = f"{wire / least_outside(case, nbytes, machine):.3f}" if wire else "-"
+        yield [
+            f"{nodes} x {ranks}: {case}, {show_size(nbytes)}", ratio, f"{steps:,.0f}", f"{memory / 2**20:,.1f}",
+            f"{sum(told) / 2**10:,.0f}", figure(1e3 * loggp), by_simgrid,
+        ]  # fmt: skip
+
+
+def files(machine: Machine) -> Iterator[list[str]]:
+    """Yield rows of a table: what rank 0 does to save a tensor of 16 MiB, and to load it."""
+    size = machine.size
+    for dim in (0, 1, None):
+        shape = [256, 256]
+        if dim is not None:
+            shape[dim] = 2**14 // size
+        shard, whole = torch.zeros(shape), [n * (size if i == dim else 1) for i, n in enumerate(shape)]
+        x = Dataset("x", tuple(whole), shard.dtype)
+        x = replace(x, pieces=plan_save(x, dim, np.full(size, shape[dim or 0]), WINDOW).pieces)
+        with TemporaryDirectory() as folder:
+            target = Target(f"{folder}/saved.h5", [x], SaveOptions())
+            target.lay_out()
+            target.complete([np.array([(0, row, 0) for row in range(len(x.pieces))])])
+
+            def save() -> None:
+                with suppress(RankError):  # in the end, since no other rank has written its pieces
+                    hd.staging.save(f"{folder}/new.h5", {"x": shard}, dim)  # noqa: B023
+
+            load = partial(hd.staging.load, f"{folder}/saved.h5", dim=dim, verify=False)
+            for verb, call in (("save", save), ("load", load)):
+                log = record(call, 0, machine)
+                sent, told = ([e.nbytes for e in log if e.name == "Isend"], sum(metadata(log, size)))
+                gathered = sum(sum(e.received) for e in log if e.name == "Gatherv")
+                calls = sum(e.name not in ("copy", "result", "Isend", "Irecv", "Wait") for e in log)
+                yield [
+                    f"{machine.nodes} x {machine.ranks}: {verb}, dim {dim}", str(calls),
+                    f"{sum(e.name in ('Isend', 'Irecv') for e in log):,}", f"{sum(sent) / 2**10:,.0f}",
+                    f"{(told + gathered) / 2**10:,.0f}",
+                ]  # fmt: skip
+
+
+def main() -> None:
+    if MPI.COMM_WORLD.size > 1:
+        hd.init()
+        measure(MPI.COMM_WORLD)
+        return
+    jobs = [Machine(2, 8), Machine(16, 8), Machine(16, 64), Machine(256, 64)]
+    made: dict[str, tuple[str, Iterator[list[str]]]] = {
+        "check": ("nodes x ranks: call; measured, ms; model, ms; ratio", check()),
+        "scale": (
+            "nodes x ranks: call; bytes between nodes / least; messages; result, MiB a node; metadata, KiB; LogGP, ms; "
+            "SimGrid, ms",
+            (row for job in jobs for row in scale(job)),
+        ),
+        "files": (
+            "nodes x ranks: call; collectives; messages; sent, KiB; metadata, KiB",
+            (row for job in jobs[2:] for row in files(job)),
+        ),
+    }
+    for name, (head, rows) in made.items():
+        if name in sys.argv or not sys.argv[1:]:
+            (FOLDER / f"model-{name}.json").write_text(json.dumps([head.split("; "), [*rows]], indent=0) + "\n")
+
+
+if __name__ == "__main__":
+    main()
