@@ -218,7 +218,7 @@ class _Copies(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name not in ("copy_", "clone"):
             return func(*args, **(kwargs or {}))
-        times = 1 if all(x.is_contiguous() for x in args[:2] if isinstance(x, Tensor)) else 2  # as measured
+        times = 1 if all(x.is_contiguous() for x in args[:2] if isinstance(x, Tensor)) else 2  # fitted to measured jobs
         self._log.append(Event("copy", nbytes=times * args[0].nbytes))
         return args[0] if name == "copy_" else torch.empty(args[0].shape, dtype=args[0].dtype)
 
