@@ -64,7 +64,7 @@ def test_an_error_reaches_who_waits(world, monkeypatch):
     def fail(team):
         raise OSError("no such wire")
 
-    work = works.Queued("all_reduce", Team(), None, [], fail, (), [])
+    work = works.Queued("all_reduce", Team(), fail, [])
     with pytest.raises(OSError, match="no such wire"):
         work.wait()
     assert work.is_completed() and not work.is_success() and isinstance(work.exception(), OSError)
