@@ -160,8 +160,8 @@ def least(ranks):
 @pytest.mark.parametrize("ranks", [RANKS, [2, 2]], ids=str)
 def test_what_each_verb_puts_on_the_wires(ranks, hosts):
     """What must come into a host, and 2% of headers: by MPI once, since the ranks of a host share what comes. Where all
-    ranks get the same by gloo, each gets its own copy. A ring, of three hosts or more, brings the data of all ranks of a
-    host but one to it once more."""
+    ranks get the same by gloo, each gets its own copy. A ring, of three hosts or more, brings a host the data of all
+    its ranks but one once more."""
     before = hosts.bytes()
     job = hosts.mpirun(ranks, HERE / "wire.py", str(MIB), "4", ",".join(ROUTES))
     after = hosts.bytes()
