@@ -1,6 +1,6 @@
 """Model calls of up to 16,384 ranks from what the real code does on each rank; compare small jobs with measured ones.
 
-python benchmarks/model.py     # writes results/model.json; needs root, and smpirun: apt-get install libsimgrid-dev
+python benchmarks/model.py     # writes results/model-*.json; needs root, and smpirun: apt-get install libsimgrid-dev
 """
 
 from __future__ import annotations
