@@ -46,6 +46,6 @@ def test_a_byte_comes_to_a_node_once_or_twice_in_a_ring() -> None:
 def test_a_small_tensor_comes_to_each_node_once(tmp_path: Path) -> None:
     """Its one owner sends to other nodes, not to their ranks."""
     machine, x, path = Machine(16, 8), torch.zeros(2**18, dtype=torch.uint8), tmp_path / "x.h5"
-    record(partial(hd.staging.save, path, x), 0, Machine(1, 1))
+    record(partial(hd.staging.save, path, x, writer="posix"), 0, Machine(1, 1))  # without MPI-IO
     log = record(partial(hd.staging.load, path, dim=None), 0, machine)
     assert 0 < sum(outside(event, 0, machine)[1] for event in log) <= 15 * x.nbytes

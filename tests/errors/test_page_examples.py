@@ -51,4 +51,5 @@ def test_the_commands_exist():
     root = Path(explain.__file__).parent.parent
     for code in explain.titles():
         for module in re.findall(r"python -m hpcdist(?:\.(\w+))?", explain.page(code)):
-            assert (root / module / "__main__.py").exists(), f"{code}: {module}"
+            found = root / f"{module}.py" if module else root, root / module / "__main__.py"
+            assert any(path.exists() for path in found), f"{code}: {module}"
