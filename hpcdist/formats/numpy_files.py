@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import zipfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,17 +29,17 @@ class _Npy(Format):
 
     def describe(self, path: str) -> Contents:
         at = identity(path)
-        with _reading(path), open(path, "rb") as file:
-            _check_header(path, file)
-            array = np.lib.format.open_memmap(path, mode="r")
-        dtype, plain = _dtype_of(path, array), array.dtype.isnative and array.flags.c_contiguous
-        raw = Raw(path, array.offset, array.shape, dtype) if plain else None
-        return Contents(path, ".npy file", {"": Stored("", array.shape, dtype, raw)}, {path: at})
+        with file_errors(path), open(path, "rb") as file:
+            stored, _ = _header(path, "", file)
+            if stored.nbytes() > at.size - file.tell():
+                raise FileError("HD404", f"{path}: cannot be read: it ends in the middle of its data")
+        return Contents(path, ".npy file", {"": stored}, {path: at})
 
     def by_library(self, path: str, stored: Stored) -> Slices:
         def read(box: Box) -> Tensor:  # opened for each box, since what is mapped stays in memory
-            with _reading(path):
-                return _tensor(np.lib.format.open_memmap(path, mode="r")[box.slices()])
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # it was written by Python 2
+                return _tensor(np.load(path, mmap_mode="r", allow_pickle=False)[box.slices()])
 
         return read
 
@@ -54,55 +55,59 @@ class _Npy(Format):
 
 class _Npz(Format):
     def describe(self, path: str) -> Contents:
-        """As :meth:`Format.describe`; numpy reads an array to tell its shape."""
         at, tensors = identity(path), {}
-        with _reading(path), np.load(path, allow_pickle=False) as held:
-            names = [name for name in held.files if f"{name}.npy" in held.zip.namelist()]
-        for name in names:
-            array = _array(path, name)
-            tensors[name] = Stored(name, array.shape, _dtype_of(path, array))
+        with file_errors(path), zipfile.ZipFile(path) as archive:
+            for member in dict.fromkeys(archive.namelist()):
+                if member.endswith(".npy"):
+                    key = member.removesuffix(".npy")
+                    with archive.open(member) as file:
+                        stored, begin = _header(path, key, file)
+                    if begin + stored.nbytes() > archive.getinfo(member).file_size:
+                        raise FileError("HD404", f"{path}: cannot be read: {key} ends in the middle of its data")
+                    tensors[key] = Stored(key, stored.shape, stored.dtype)
         return Contents(path, ".npz file", tensors, {path: at})
 
     def by_library(self, path: str, stored: Stored) -> Slices:
-        array = _array(path, stored.name)
+        """As :meth:`Format.by_library`; a FileError if memory cannot hold the whole array, which a few bytes may
+        unpack to."""
+        machine.require(path, stored.nbytes())
+        with np.load(path, allow_pickle=False) as held, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it was written by Python 2
+            array = held[stored.name]
         return lambda box: _tensor(array[box.slices()])
 
 
 NPY, NPZ = _Npy(), _Npz()
 
 
-@contextmanager
-def _reading(path: str) -> Iterator[None]:
-    """Make a FileError of every error of numpy."""
-    with file_errors(path), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it was written by Python 2
-        yield
-
-
-def _array(path: str, name: str) -> Any:
-    """Read an array of an archive; a FileError if memory cannot hold it, which a few bytes may unpack to."""
-    with _reading(path), np.load(path, allow_pickle=False) as held:
-        machine.require(path, held.zip.getinfo(f"{name}.npy").file_size)
-        with held.zip.open(f"{name}.npy") as file:
-            _check_header(path, file)
-        return held[name]
-
-
-def _check_header(path: str, file: IO[bytes]) -> None:
-    """Raise a FileError for a header of forged length, which numpy would read before it looks at the length."""
-    start = file.read(12)
-    size = int.from_bytes(start[8:10] if start[6:7] == b"\1" else start[8:], "little")
-    if start.startswith(b"\x93NUMPY") and size > _HEADER:
-        what = f"its header has {size:,} bytes, more than the expected {_HEADER:,}"
-        raise FileError("HD402", f"{path}: cannot be read: {what}")
-
-
 def _tensor(some: Any) -> Tensor:
     return torch.from_numpy(np.array(some, some.dtype.newbyteorder("="), order="C"))
 
 
-def _dtype_of(path: str, array: Any) -> torch.dtype:
+def _header(path: str, name: str, file: IO[bytes]) -> tuple[Stored, int]:
+    """An array as the header of an .npy file, or of a member of an .npz file, describes it; where its data begin."""
+    version = np.lib.format.read_magic(file)
+    if version not in ((1, 0), (2, 0), (3, 0)):
+        raise FileError("HD402", f"{path}: cannot be read: version {version} of the format is not known")
+    length = file.read(2 if version == (1, 0) else 4)
+    size = int.from_bytes(length, "little")
+    if size > _HEADER:  # numpy would read it all before it looks at the length
+        what = f"its header has {size:,} bytes, more than the expected {_HEADER:,}"
+        raise FileError("HD402", f"{path}: cannot be read: {what}")
+    header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it was written by Python 2
+        shape, fortran, dtype = header(io.BytesIO(length + file.read(size)))
+    if any(not 0 <= extent < 2**63 for extent in shape):
+        raise FileError("HD402", f"{path}: cannot be read: shape {shape}")
+    if dtype.hasobject:
+        raise FileError("HD402", f"{path}: cannot be read: it holds Python objects")
     try:
-        return torch.from_numpy(np.empty(0, array.dtype.newbyteorder("="))).dtype
+        if dtype.subdtype is not None:  # numpy would make more dims of it
+            raise TypeError("an array of arrays")
+        kind = torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
     except TypeError:
-        raise FileError("HD511", f"{path}: holds dtype {array.dtype}, which torch does not have") from None
+        raise FileError("HD511", f"{path}: holds dtype {dtype}, which torch does not have") from None
+    plain = dtype.newbyteorder("=") == dtype and not (fortran and len(shape) > 1)
+    raw = Raw(path, file.tell(), shape, kind) if plain else None
+    return Stored(name, shape, kind, raw), file.tell()

@@ -180,7 +180,7 @@ MISTAKES = {
     f"gather {'x' * 300}.npy": "no such file",
     f"{GOOD}-o {'x' * 300}.npy": "cannot be written: File name too long",
     "gather none.h5": "none.h5: holds no array",
-    "gather bad.npz -o y.npy": "bad.npz: cannot be read: Bad CRC-32 for file 'arr_0.npy'",
+    "gather bad.npz -o y.npy": "bad.npz: arr_0: cannot be read: Bad CRC-32",
     "gather cut.npy": "cut.npy: cannot be read: it ends in the middle of its data",
     "concat large.npy": "are available: with -o FILE they are streamed through a window of it",
     "gather large.npy": "memory on this host, and",

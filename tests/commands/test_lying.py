@@ -54,14 +54,15 @@ class Evil:
 
 
 CHANGED = {
-    "'shape': (-1,)": "cannot be read: ",
-    f"'shape': ({10**30},)": "cannot be read: ",
-    f"'shape': ({2**62}, {2**62})": "cannot be read: ",
+    "'shape': (-1,)": "cannot be read: shape (-1,)",
+    f"'shape': ({10**30},)": "cannot be read: shape",
+    f"'shape': ({2**62}, {2**62})": "it ends in the middle of its data",
     f"'shape': ({'9' * 5000},)": "cannot be read: Cannot parse header",
     "'shape': (nan,)": "cannot be read: ",
-    "'descr': '|O'": "cannot be read: Array can't be memory-mapped: Python objects",
-    "'descr': [('a', '<i4'), ('b', '|O')]": "cannot be read: Array can't be memory-mapped: Python objects",
+    "'descr': '|O'": "it holds Python objects",
+    "'descr': [('a', '<i4'), ('b', '|O')]": "it holds Python objects",
     "'descr': [('a', '<i4'), ('b', '<i4')]": "which torch does not have",
+    "'descr': ('<i4', (2,))": "which torch does not have",
     "'descr': '<m8[s]'": "holds dtype timedelta64[s], which torch does not have",
     "'descr': '<f16'": "holds dtype float128, which torch does not have",
     "'descr': 'zzz'": "cannot be read: descr is not a valid dtype descriptor",
@@ -70,7 +71,7 @@ CHANGED = {
 HEADERS = {
     framed(b"__import__('os').mkdir('HACKED')\n"): "cannot be read: malformed node",
     framed(b"(" * 5000): "cannot be read: ",
-    framed(npy(), 9): "cannot be read: ",
+    framed(npy(), 9): "version (9, 0) of the format is not known",
     framed(npy(), length=65535): "cannot be read: EOF",
     framed(npy(), 2, 2**32 - 1): "its header has 4,294,967,295 bytes, more than the expected 65,536",
     pickle.dumps(Evil()): "cannot be read: the magic string is not correct",
@@ -104,7 +105,7 @@ def test_archives(tmp_path, monkeypatch):
     at = good.rindex(b"PK\1\2")
     secret, method = good[: at + 8] + b"\1" + good[at + 9 :], good[: at + 10] + b"\x63" + good[at + 11 :]
     wrong = {
-        "evil.npz": "cannot be read: Object arrays cannot be loaded",
+        "evil.npz": "it holds Python objects",
         "header.npz": "its header has 4,294,967,295 bytes",
     }
     for n, content in enumerate([secret, method, *(good[:n] for n in range(0, len(good), 20))]):
@@ -121,7 +122,7 @@ def test_archives(tmp_path, monkeypatch):
     with little_memory():
         assert_refused(tmp_path, wrong)
         monkeypatch.setattr(machine, "available", lambda: 2**20)
-        assert_refused(tmp_path, {"data.npz": "can only be read whole: 1,073,741,952 bytes of memory needed"})
+        assert_refused(tmp_path, {"data.npz": "can only be read whole: 1,073,741,824 bytes of memory needed"})
     assert not Path("HACKED").exists()
 
 

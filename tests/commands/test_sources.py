@@ -137,7 +137,7 @@ def damaged():
         file["null"] = h5py.Empty("f4")
     return wrong | {
         f"{'x' * 300}.npy": "cannot be read: File name too long",
-        "cut.npy": "cannot be read: mmap length is greater than file size",
+        "cut.npy": "cannot be read: it ends in the middle of its data",
         "text.npy": "holds dtype <U1",
         "two.npz": "holds 2 arrays; name one as",
         "two.npz:c": "holds no tensor 'c'; it has: a, b",
