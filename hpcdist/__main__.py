@@ -43,7 +43,7 @@ def main() -> None:
         formatter_class=argparse.RawTextHelpFormatter,
         prints=world.is_first,  # without MPI, which a login node may refuse to start
     )
-    p.add_argument("--version", action="version", version=f"hpcdist {__version__}")
+    p.add_argument("-V", "--version", action="version", version=f"hpcdist {__version__}")
     commands = "\n".join(f"{name:10} {what}" for name, (what, *_) in COMMANDS.items())
     p.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=f"one of these; each has --help\n{commands}")
     p.parse_args(sys.argv[1:] or ["--help"])

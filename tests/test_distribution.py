@@ -109,6 +109,7 @@ def test_the_command_hpcdist(tmp_path):
         (["gathr"], 2, "hpcdist: error: argument COMMAND: invalid choice: 'gathr' (choose from "),
         (["--help"], 0, "usage: hpcdist"),
         (["--version"], 0, f"hpcdist {hpcdist.__version__}\n"),
+        (["-V"], 0, f"hpcdist {hpcdist.__version__}\n"),
     ):
         done = subprocess.run([command, *words], cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE)
         assert done.returncode == status and text in done.stdout + done.stderr, done

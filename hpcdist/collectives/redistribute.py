@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from hpcdist import layout as layouts
+from hpcdist import activity, layout as layouts
 from hpcdist.collectives import results
 from hpcdist.collectives.kept import Parts, encode, prefix_of
 from hpcdist.collectives.run import Plannable, run
@@ -152,6 +152,7 @@ class Redistribute(Plannable):
 
     def move(self, team: Team) -> Tensor:
         shard, dest, moves = self.sent, self.dest, self.moves
+        activity.took(moves.route.name)  # a repeated call does not choose it again
 
         def make() -> tuple[Tensor, Tensor, Tensor, Tensor]:
             y, source = dest, shard
@@ -167,6 +168,7 @@ class Redistribute(Plannable):
         return y
 
     def backward(self, team: Team, grad: Tensor) -> Tensor:
+        activity.took(self.moves.route.name)
         return self.moves.transpose(team, grad)
 
 

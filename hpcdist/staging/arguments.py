@@ -63,6 +63,7 @@ def positive(name: str, value: Any) -> int:
 def target_path(path: Any) -> str:
     """Return the path of an output file; an ArgumentError if its format is only read."""
     text = os.fsdecode(path)
+    os.path.abspath(text)  # raises if this rank's working folder is gone, before anything is laid out
     if text.endswith(_NOT_WRITTEN):
         what = "but an HDF5 file is written: let the name end with .h5, or .safetensors"
         raise ArgumentError("HD418", f"path is {text!r}, {what}")

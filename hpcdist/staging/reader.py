@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hpcdist import activity, layout
-from hpcdist.errors import FileError
+from hpcdist.errors import FileError, reason, refusal
 from hpcdist.formats import plain, torch_files
 from hpcdist.formats.contents import Contents, Slices, Stored
 from hpcdist.formats.known import format_of
@@ -153,7 +153,11 @@ class TensorReader:
                 self._read(box, target, window)
         activity.touch()
         if self.progress is not None:
-            self.progress(target.nbytes)
+            try:
+                self.progress(target.nbytes)
+            except Exception as error:
+                what = f"progress raised {type(error).__name__}: {reason(error)}"
+                raise refusal(ValueError, "HD309", what) from error
 
     def check(self, row: int) -> None:
         """Read a piece and compare its checksum, unless that was done before; a FileError if it is damaged."""

@@ -453,7 +453,7 @@ def buffer_of(team: Team, given: Any) -> int:
 def _place(path: Any) -> str | None:
     try:
         return os.path.realpath(os.fsdecode(path))
-    except (TypeError, ValueError):  # reported when the call is checked
+    except Exception:  # reported when the call is checked; the working folder may be gone
         return None
 
 

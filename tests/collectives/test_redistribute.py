@@ -9,6 +9,7 @@ from cases import whole_of
 from collective import Findings, raises_on_all_ranks
 
 import hpcdist as hd
+from hpcdist import activity
 from hpcdist.comm import mpi
 from hpcdist.tensors import dtensor
 
@@ -150,4 +151,20 @@ def test_what_one_rank_alone_has_forgotten(world):
         findings.same(hd.split(whole if world.rank == 0 else None), x, "split")
         if turn == 1:  # all of them lose their transfers
             team.plans.clear(), team.repeats.clear()
+    findings.settle()
+
+
+def test_route_of_repeated_calls(world, monkeypatch):
+    """A trace shows it, also of later calls, which do not choose it again, and of the backward pass."""
+    findings, seen = Findings(world.comm), []
+    monkeypatch.setattr(activity, "took", seen.append)
+    x = torch.ones(50, 50)
+    for times in range(3):
+        hd.redistribute(x, hd.Split(0), hd.Split(1))
+        findings.check(seen and seen[-1] == "mpi", f"{times}: {seen}")
+        seen.clear()
+    y = hd.redistribute(x.requires_grad_(), hd.Split(0), hd.Split(1))
+    seen.clear()
+    y.sum().backward()
+    findings.check(seen == ["mpi"], f"backward: {seen}")
     findings.settle()

@@ -376,3 +376,13 @@ def test_piecewise(world, findings, folder):
         with pytest.raises(ValueError, match="out overlaps itself"):
             file.read("x/a", out=whole[:1].expand(12, 5))
     findings.same(staging.load(path, "x/a", dim=None, verify=True), whole, "as a whole, verified")
+
+
+def test_working_folder_that_is_gone(world, folder, monkeypatch):
+    """On one rank; a relative path is refused on all."""
+    with monkeypatch.context() as patch:
+        if world.rank == last(world):
+            patch.setattr(os, "getcwd", Mock(side_effect=FileNotFoundError("gone")))
+        refused(world, "gone", staging.save, "x.h5", X, ranks=[last(world)])
+        refused(world, "no such file", staging.load, "absent.h5")
+    staging.save(folder / "x.h5", X)
