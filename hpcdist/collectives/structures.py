@@ -172,7 +172,12 @@ def _allgather_headers(team: Team, mine: bytes, agreed: Agreed) -> list[bytes]:
 def _check_classes(verb: str, team: Team, names: Sequence[str]) -> None:
     """Check that every rank has imported all classes. Collective if there are any; `names` agree on all ranks."""
     if names:
-        objects.run_on_all(team.comm, verb, lambda: list(map(find_class, names)) and None)
+
+        def find_all() -> None:
+            for name in names:
+                find_class(name)
+
+        objects.run_on_all(team.comm, verb, find_all)
 
 
 def _classes(structures: Sequence[Header] | Sequence[Tree]) -> list[str]:

@@ -85,10 +85,10 @@ class Mpi(Route):
         team.comm.Allgatherv(spec, [memory(recv), what.counts, what.displs, MPI.BYTE])
 
     def allgatherv_ring(self, team: Team, send: Tensor, recv: Tensor, what: Vector) -> None:
-        self.allgather(team, as_bytes(send), cut(recv, what.counts, what.displs))
+        _pass_around(team, what.segment, as_bytes(send), cut(recv, what.counts, what.displs))
 
     def allgatherv_window(self, team: Team, send: Tensor, recv: Tensor, what: Vector) -> None:
-        if not self.allgather(team, as_bytes(send), cut(recv, what.counts, what.displs)):
+        if not window.in_rounds(team, as_bytes(send), cut(recv, what.counts, what.displs)):
             self.allgatherv_sends(team, send, recv, what)
 
     def alltoallv_mpi(self, team: Team, send: Tensor, recv: Tensor, what: Alltoall) -> None:

@@ -42,11 +42,17 @@ class Alltoall(NamedTuple):
 
 
 class Vector(NamedTuple):
-    """Counts and displacements of all ranks in another operation, in bytes; and its root, if it has one."""
+    """Counts and displacements of all ranks in another operation, in bytes.
+
+    Attributes:
+        root: its root, if it has one.
+        segment: bytes of a piece, where the rule of the call has them.
+    """
 
     counts: Ints
     displs: Ints
     root: int = 0
+    segment: int = 0
 
     @property
     def longest(self) -> int:
@@ -111,6 +117,8 @@ class Route:
 
     def _run(self, team: Team, operation: str, send: Any, recv: Any, what: Vector | Alltoall) -> None:
         rule = self.rule(team, operation, what.total, what.longest)
+        if isinstance(what, Vector):
+            what = what._replace(segment=rule.segment)
         getattr(self, f"{operation}_{rule.algorithm}")(team, send, recv, what)
 
     def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 
 from hpcdist.errors import refusal
-from hpcdist.tensors.accelerator import LIBRARY
 
 FORMAT = "hpcdist tune 1"
 _SENDS = {"sends": "MPI sends and receives"}
-_IN_ONE_GROUP = {"sends": f"sends and receives of {LIBRARY.upper()} in one group"}
-# The algorithms of each operation of route mpi, and of route nccl, as a plan describes them; the default one first
+_IN_ONE_GROUP = {"sends": "sends and receives of NCCL in one group"}
+# The algorithms of each operation of route mpi, and of route nccl, as a plan describes them; the default one first.
+# Route nccl replaces NCCL by the name of the accelerator's own library.
 ALGORITHMS: dict[str, dict[str, str]] = {
     "allgatherv": {
         "mpi": "MPI_Allgatherv",
@@ -39,9 +39,9 @@ ALGORITHMS: dict[str, dict[str, str]] = {
     },
     "exchange": _SENDS,
     "nccl allgatherv": {
-        "broadcasts": f"a group of broadcasts of {LIBRARY.upper()}",
-        "fused": f"an all-gather of {LIBRARY.upper()}",
-        "padded": f"an all-gather of {LIBRARY.upper()}, padded to the largest message",
+        "broadcasts": "a group of broadcasts of NCCL",
+        "fused": "an all-gather of NCCL",
+        "padded": "an all-gather of NCCL, padded to the largest message",
         **_IN_ONE_GROUP,
     },
     **{f"nccl {name}": _IN_ONE_GROUP for name in ("gatherv", "scatterv", "alltoallv", "exchange")},
