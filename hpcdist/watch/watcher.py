@@ -50,7 +50,7 @@ _TICK, _LEAST = 5.0, 0.01  # seconds between two checks at most, and at least
 _SWEEP = 1.0  # seconds between two sweeps of the pool of result memory at most, while it has something to sweep
 _TURN = 0.02  # seconds by which each rank waits longer than the one before it: one asks for all
 _TURNS = 1.0  # seconds of all turns at most
-_JOIN = 0.5  # seconds in which the other ranks that wait raise, too, before the job ends
+_JOIN = 1.5  # seconds in which the other ranks that wait raise, too, before the job ends
 _END = 0.3  # seconds until an ending job has ended
 _PATIENCE = 5.0  # seconds for the rank that has printed the table to end the job
 _ANSWERS, _HASTE = 1.0, 0.2  # seconds to wait for answers; where the launcher is about to end the job
@@ -421,13 +421,13 @@ class Watch:
 
     def _join(self, other: int) -> None:
         """Raise in all waiting calls of this rank, because another rank does so and ends the job."""
-        save_trace(finished=False)
-        if self._folder:
-            self._write_own(Path(self._folder))
         for record in activity.thread_records:
             call = record.current()
             if call is not None and not record.patient:
                 _show(record, coded("HD601", f"{call.text} has waited; see the output of rank {other}"))
+        save_trace(finished=False)
+        if self._folder:
+            self._write_own(Path(self._folder))
         self._until(time.monotonic() + _PATIENCE)
         abort.job(1)  # that rank has not raised
 
