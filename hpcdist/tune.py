@@ -55,7 +55,7 @@ def main(world: World, args: argparse.Namespace) -> int:
         default = Rules(place, team.size, None).choose(operation, *sizes)
         now = Rules(place, team.size, Tuned("", {place: found}, {})).choose(operation, *sizes)
         named = {rule.label: rule for rule in [default, now, *_candidates(operation, place)]}
-        contenders = [Contender(name, partial(_forced, team, operation, rule)) for name, rule in named.items()]
+        contenders = [Contender(name, partial(_forced, team, operation, rule, {})) for name, rule in named.items()]
         timings = {timing.name: timing for timing in measure(contenders, case, _ROUNDS, args.seconds / len(points))}
         medians = {name: timing.seconds.median for name, timing in timings.items()}
         best = min(medians, key=medians.__getitem__)
@@ -125,8 +125,8 @@ def _candidates(operation: str, place: Place) -> list[Rule]:
     return [Rule(0, 0, name, segment) for name in names for segment in _SEGMENTS.get(name, (0,))]
 
 
-def _forced(team: Team, operation: str, rule: Rule, case: Case) -> Any:
-    with tuning.forced(team.rules, operation, rule.algorithm, rule.segment):
+def _forced(team: Team, operation: str, rule: Rule, repeats: dict[Any, Any], case: Case) -> Any:
+    with team.forced(operation, rule, repeats):
         return ours(case, out=case.out)
 
 

@@ -36,6 +36,7 @@ from hpcdist.backend.host_copies import (
 from hpcdist.backend.reductions import Reduction
 from hpcdist.comm.messages import pieces
 from hpcdist.comm.mpi import MPI_ROUTE
+from hpcdist.comm.route import Vector
 from hpcdist.comm.team import Team
 from hpcdist.layout import limits
 from hpcdist.tensors.storage import overlap
@@ -74,7 +75,11 @@ def _allgather(team: Team, out: Tensor, x: Tensor) -> None:
     if -size < start < out.nbytes and start != size * team.rank:  # FSDP sends from where this rank's part belongs
         x = x.clone()
     counts = [size] * team.size
-    MPI_ROUTE.allgatherv(team, bytes_of(x), bytes_of(out), counts, [size * i for i in range(team.size)])
+    _gather_bytes(team, bytes_of(x), bytes_of(out), counts)
+
+
+def _gather_bytes(team: Team, send: Tensor, recv: Tensor, counts: list[int]) -> None:
+    MPI_ROUTE.prepare(team, "allgatherv", Vector(counts, layout.displs(counts)))(send, recv)
 
 
 def all_gather(team: Team, outs: Sequence[Tensor], x: Tensor) -> None:
@@ -82,7 +87,7 @@ def all_gather(team: Team, outs: Sequence[Tensor], x: Tensor) -> None:
     if sum(out.nbytes for out in outs) <= PACKED:
         whole = scratch([sum(out.numel() for out in outs)], x.dtype)
         counts = [out.nbytes for out in outs]
-        MPI_ROUTE.allgatherv(team, bytes_of(readable(x)), bytes_of(whole), counts, layout.displs(counts))
+        _gather_bytes(team, bytes_of(readable(x)), bytes_of(whole), counts)
         unpack(whole, outs)
     else:
         exchange(team, dict.fromkeys(range(team.size), x), dict(enumerate(outs)))
@@ -181,7 +186,7 @@ def _reduce_with_torch(team: Team, x: Tensor, op: Reduction) -> None:
     lengths = layout.block(numel, size)
     parts, counts = list(split(x, lengths)), [length * x.itemsize for length in lengths]
     reduce_scatter(team, parts[team.rank], parts, op)
-    MPI_ROUTE.allgatherv(team, bytes_of(parts[team.rank]), bytes_of(x), counts, layout.displs(counts))
+    _gather_bytes(team, bytes_of(parts[team.rank]), bytes_of(x), counts)
 
 
 def reduce(team: Team, x: Tensor, op: Reduction, root: int) -> None:

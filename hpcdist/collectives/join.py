@@ -13,7 +13,7 @@ from hpcdist.collectives import results
 from hpcdist.collectives.kept import Parts
 from hpcdist.collectives.run import Plannable, run
 from hpcdist.collectives.structures import Joining, JoinStructures
-from hpcdist.comm.route import Alltoall, Method
+from hpcdist.comm.route import Alltoall, Vector
 from hpcdist.comm.team import Team
 from hpcdist.runtime import world
 from hpcdist.tensors import pool
@@ -188,12 +188,8 @@ class Join(Joining, Plannable):
         sources, whole = [box for (box,) in cut.boxes], layout.whole(cut.shape)
         dests = [whole if call.root in (-1, rank) else None for rank in range(team.size)]
         recvs = list(enumerate(sources)) if dests[team.rank] is not None else []
+        self.messages = "gatherv" if self.rooted else "allgatherv", Vector(cut.counts, cut.displs, max(0, call.root))
         self.bind(team, call, agreed, Parts(cut.shape, cut.dtype, sources, dests, recvs))
-
-    def method(self, team: Team) -> Method:
-        return self.chosen(team).method(
-            team, "gatherv" if self.rooted else "allgatherv", self._blocks.nbytes, max(self._blocks.counts)
-        )
 
     def in_window(self, team: Team) -> Tensor | None:
         from hpcdist.comm import window  # which imports MPI
@@ -201,18 +197,14 @@ class Join(Joining, Plannable):
         return window.concat(team, self.sent, [box for (box,) in self._blocks.boxes], self._blocks.shape, self._dim)
 
     def move(self, team: Team) -> Tensor | None:
-        cut, shard, receives, route = self._blocks, self.sent, self._root in (-1, team.rank), self.chosen(team)
-        sizes = [cut.nbytes if self._root in (-1, rank) else 0 for rank in range(team.size)]
+        cut, shard, receives = self._blocks, self.sent, self._root in (-1, team.rank)
 
         def take() -> tuple[Tensor, Tensor, Tensor]:
             whole, buffer = cut.recv_buffer(self.dest, shard.device) if receives else (shard, shard)
             return whole, buffer, row_major(shard, self.dest if receives else None)
 
-        whole, buffer, mine = results.allocate(self.name, team, sizes, take, self.agreed)
-        if self.rooted:
-            route.gatherv(team, mine, buffer if receives else None, cut.counts, cut.displs, self._root)
-        else:
-            route.allgatherv(team, mine, buffer, cut.counts, cut.displs)
+        whole, buffer, mine = results.allocate(self.name, team, self.sizes, take, self.agreed)
+        self.carry(team, mine, buffer if receives else None)
         if not receives:
             return None
         cut.unpack(buffer, whole)
@@ -223,7 +215,7 @@ class Join(Joining, Plannable):
         if self.rooted:
             part = pool.empty(x.shape, x.dtype, x.device)
             messages = cut.pack(grad) if team.rank == self._root else None
-            route.scatterv(team, messages, part, cut.counts, cut.displs, self._root)
+            route.prepare(team, "scatterv", self.messages[1])(messages, part)
             return part
         # Every rank has a gradient for every shard: exchange them, and add them up in rank order.
         mine, longest = cut.counts[team.rank], max(cut.counts)
@@ -231,7 +223,7 @@ class Join(Joining, Plannable):
         recvcounts, rdispls = [mine] * size, [mine * rank for rank in range(size)]
         total = max(cut.nbytes, longest * size)
         what = Alltoall(cut.counts, cut.displs, recvcounts, rdispls, longest, total)
-        route.alltoallv(team, cut.pack(grad), parts, what)
+        route.prepare(team, "alltoallv", what)(cut.pack(grad), parts)
         parts = parts.to(sum_dtype(parts.dtype))
         added = pool.empty(x.shape, parts.dtype, parts.device)
         torch.sum(parts, 0, out=added)

@@ -162,8 +162,7 @@ class Redistribute(Plannable):
                 source = copyable(shard).clone()
             return y, source, *((moves.source.pack(source), moves.buffer(team, y)) if moves.longest else (source, y))
 
-        sizes = [box.size() * shard.itemsize for box in moves.boxes]
-        y, *memory = results.allocate(self.name, team, sizes, make, self.agreed)
+        y, *memory = results.allocate(self.name, team, self.sizes, make, self.agreed)
         moves.run(team, y, *memory)
         return y
 
@@ -289,7 +288,8 @@ class Transfer:
     ) -> None:
         counts = source.counts, source.displs_in(messages, x), dest.counts, dest.displs_in(buffer, y)
         boxes = dest.boxes if buffer is y and dest.in_place is None else None
-        self.route.alltoallv(team, messages, buffer, Alltoall(*counts, self.longest, self._total, boxes))
+        what = Alltoall(*counts, self.longest, self._total, boxes)
+        self.route.prepare(team, "alltoallv", what)(messages, buffer)
 
 
 def balance(weights: Sequence[float], parts: int | None = None, *, group: GroupLike | None = None) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -15,7 +15,7 @@ from torch._C import _functorch
 from hpcdist import activity
 from hpcdist.activity import callsite
 from hpcdist.collectives.kept import Kept, Parts
-from hpcdist.comm.route import Method, Route
+from hpcdist.comm.route import Method, Route, Vector
 from hpcdist.comm.team import Team
 from hpcdist.errors import HpcdistError, coded
 from hpcdist.process import abort
@@ -106,12 +106,18 @@ class Plannable(Operation):
     Attributes:
         shared: whether the ranks of a node are to share the result.
         number: of the plan that is executed, among those of the team; 0 without one.
+        messages: operation of the route that moves the data, and its messages, if it is one of Vector.
+        transfer: name of the route, and what carries that operation out; None before it is chosen.
+        sizes: bytes of the result of each rank.
         sent, dest, agreed, parts: tensor that this rank sends, and memory for its result if there is some, validated
             and detached; headers of all ranks; what moves.
     """
 
     shared = False
     number = 0
+    transfer: tuple[str, Callable[[Any, Any], None]] | None = None
+    messages: tuple[str, Vector]
+    sizes: Sequence[int]
     sent: Tensor | None
     dest: Tensor | None
     agreed: Agreed
@@ -121,9 +127,10 @@ class Plannable(Operation):
     def arguments(self) -> Hashable:
         """Return the arguments of the call besides `x` and `out`; None if they may change in place, or equal others."""
 
-    @abstractmethod
     def method(self, team: Team) -> Method:
         """Return how move() would move the data. Collective, after plan()."""
+        operation, what = self.messages
+        return self.chosen(team).method(team, operation, what.total, what.longest)
 
     @abstractmethod
     def move(self, team: Team) -> Tensor | None:
@@ -154,6 +161,7 @@ class Plannable(Operation):
             keep: whether plan() has sent nothing. A rank may have forgotten a call that others repeat, and plans alone.
         """
         self.sent, self.dest, self.agreed, self.parts = call.x, call.out, agreed, parts
+        self.sizes = [0 if box is None else parts.dtype.itemsize * box.size() for box in parts.dests]
         inline = agreed.inline and all(  # whether the data of all ranks arrived behind the headers
             box is None or nbytes == prefix + parts.dtype.itemsize * prod(box.shape)
             for nbytes, box in zip(agreed.inlines, parts.sources, strict=True)
@@ -164,6 +172,15 @@ class Plannable(Operation):
     def chosen(self, team: Team) -> Route:
         """Return the route of the data. Collective, after plan(); raises the same on all ranks."""
         return select.agreed(self.name, self.route, team, self.agreed.kinds)
+
+    def carry(self, team: Team, send: Tensor | None, recv: Tensor | None) -> None:
+        """Carry out `messages` by the route, which a repeated call does not choose again. Collective."""
+        if self.transfer is None:
+            route = self.chosen(team)
+            self.transfer = route.name, route.prepare(team, *self.messages)
+        route_name, carry = self.transfer
+        activity.took(route_name)
+        carry(send, recv)
 
     def forward(self, team: Team) -> Tensor | None:
         result = None

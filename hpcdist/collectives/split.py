@@ -15,7 +15,7 @@ from hpcdist.collectives import results
 from hpcdist.collectives.kept import Parts, encode, prefix_of
 from hpcdist.collectives.run import Plannable, run
 from hpcdist.collectives.structures import Distribution
-from hpcdist.comm.route import Method
+from hpcdist.comm.route import Vector
 from hpcdist.comm.team import Group, Team
 from hpcdist.control import objects
 from hpcdist.errors import coded, refusal
@@ -161,10 +161,8 @@ class Scatter(Plannable):
         own = team.settings.device if on_gpu else torch.device("cpu")
         self._device = own if call.x is None else call.x.device
         parts = Parts(cut.shape, cut.dtype, sources, dests, [(call.root, dests[team.rank])])
+        self.messages = "scatterv", Vector(cut.counts, cut.displs, call.root)
         self.bind(team, call, agreed, parts, prefix_of(2 + len(cut.shape) + team.size), keep=agreed.inline)
-
-    def method(self, team: Team) -> Method:
-        return self.chosen(team).method(team, "scatterv", self._blocks.nbytes, max(self._blocks.counts))
 
     def in_window(self, team: Team) -> Tensor | None:
         from hpcdist.comm import window  # which imports MPI
@@ -175,15 +173,15 @@ class Scatter(Plannable):
         return super().forward(team) if self._structure is None else self._structure.forward(team)
 
     def move(self, team: Team) -> Tensor:
-        cut, dest, route = self._blocks, self.dest, self.chosen(team)
+        cut, dest = self._blocks, self.dest
 
         def take() -> tuple[Tensor, Tensor, Tensor | None]:
             part = pool.empty(cut.boxes[team.rank][0].shape, cut.dtype, self._device) if dest is None else dest
             buffer = part if part.is_contiguous() else pool.empty(part.shape, part.dtype, part.device)
             return part, buffer, None if self.sent is None else row_major(cut.pack(self.sent), dest)
 
-        part, buffer, messages = results.allocate(self.name, team, cut.counts, take, self.agreed)
-        route.scatterv(team, messages, buffer, cut.counts, cut.displs, self._root)
+        part, buffer, messages = results.allocate(self.name, team, self.sizes, take, self.agreed)
+        self.carry(team, messages, buffer)
         if buffer is not part:
             copyable(part).copy_(copyable(buffer))
         return part
@@ -192,7 +190,7 @@ class Scatter(Plannable):
         cut, total, buffer = self._blocks, None, None
         if self.sent is not None:
             total, buffer = cut.recv_buffer(None, self._device)
-        self.chosen(team).gatherv(team, grad, buffer, cut.counts, cut.displs, self._root)
+        self.chosen(team).prepare(team, "gatherv", self.messages[1])(grad, buffer)
         if total is not None and buffer is not None:
             cut.unpack(buffer, total)
         return total

@@ -14,7 +14,7 @@ from torch import Tensor
 from hpcdist import layout
 from hpcdist.collectives import results
 from hpcdist.collectives.run import Operation
-from hpcdist.comm.route import Message, Route
+from hpcdist.comm.route import Message, Route, Vector
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import RankError, coded
@@ -118,13 +118,11 @@ class JoinStructures(Joining):
 
     def _gather_small(self, team: Team, messages: Tensor, packed: list[int]) -> None:
         """Gather the small tensors of all ranks, packed in one message per rank, over MPI."""
-        mpi, starts = select.load("mpi"), layout.displs(packed)
-        mine = pack(self._tree.tensors, self._headers[team.rank])
-        if self.rooted and any(packed):
-            (root,) = self._receivers
-            mpi.gatherv(team, mine, messages if team.rank == root else None, packed, starts, root)
-        elif any(packed):
-            mpi.allgatherv(team, mine, messages, packed, starts)
+        if any(packed):
+            operation, root = ("gatherv", self._receivers[0]) if self.rooted else ("allgatherv", 0)
+            transfer = select.load("mpi").prepare(team, operation, Vector(packed, layout.displs(packed), root))
+            mine = pack(self._tree.tensors, self._headers[team.rank])
+            transfer(mine, messages if team.rank in self._receivers else None)
 
     def _gather_large(self, team: Team, route: Route, on_gpu: bool, buffers: list[Buffers]) -> None:
         """Gather the large tensors in one kind of memory, one per rank in each round."""
@@ -234,7 +232,8 @@ class Distribution:
         call, device, lengths = self._call, team.settings.device, self._lengths
         message = pool.empty([lengths[team.rank]], torch.uint8, "cpu", fixed=True)
         messages = torch.cat(self._messages) if self._messages else None
-        select.load("mpi").scatterv(team, messages, message, lengths, layout.displs(lengths), call.root)
+        what = Vector(lengths, layout.displs(lengths), call.root)
+        select.load("mpi").prepare(team, "scatterv", what)(messages, message)
         header, small = parse(message)
         check_memory(sum(header.nbytes))
         buffers = header.unpack(small, device)

@@ -71,33 +71,33 @@ class Mpi(Route):
         for request in start(team.comm, sends, recvs):
             request.Wait()
 
-    def gatherv_mpi(self, team: Team, send: Tensor, recv: Tensor | None, what: Vector) -> None:
+    def gatherv_mpi(self, team: Team, what: Vector, send: Tensor, recv: Tensor | None) -> None:
         spec = None if recv is None else [memory(recv), what.counts, what.displs, MPI.BYTE]
         team.comm.Gatherv([memory(send), what.counts[team.rank], MPI.BYTE], spec, what.root)
 
-    def scatterv_mpi(self, team: Team, send: Tensor | None, recv: Tensor, what: Vector) -> None:
+    def scatterv_mpi(self, team: Team, what: Vector, send: Tensor | None, recv: Tensor) -> None:
         spec = None if send is None else [memory(send), what.counts, what.displs, MPI.BYTE]
         team.comm.Scatterv(spec, [memory(recv), what.counts[team.rank], MPI.BYTE], what.root)
 
-    def allgatherv_mpi(self, team: Team, send: Tensor, recv: Tensor, what: Vector) -> None:
+    def allgatherv_mpi(self, team: Team, what: Vector, send: Tensor, recv: Tensor) -> None:
         in_place = send.data_ptr() == recv.data_ptr() + what.displs[team.rank]  # MPI requires it
         spec = MPI.IN_PLACE if in_place else [memory(send), what.counts[team.rank], MPI.BYTE]
         team.comm.Allgatherv(spec, [memory(recv), what.counts, what.displs, MPI.BYTE])
 
-    def allgatherv_ring(self, team: Team, send: Tensor, recv: Tensor, what: Vector) -> None:
+    def allgatherv_ring(self, team: Team, what: Vector, send: Tensor, recv: Tensor) -> None:
         _pass_around(team, what.segment, as_bytes(send), cut(recv, what.counts, what.displs))
 
-    def allgatherv_window(self, team: Team, send: Tensor, recv: Tensor, what: Vector) -> None:
+    def allgatherv_window(self, team: Team, what: Vector, send: Tensor, recv: Tensor) -> None:
         if not window.in_rounds(team, as_bytes(send), cut(recv, what.counts, what.displs)):
-            self.allgatherv_sends(team, send, recv, what)
+            self.allgatherv_sends(team, what, send, recv)
 
-    def alltoallv_mpi(self, team: Team, send: Tensor, recv: Tensor, what: Alltoall) -> None:
+    def alltoallv_mpi(self, team: Team, what: Alltoall, send: Tensor, recv: Tensor) -> None:
         team.comm.Alltoallv(
             [memory(send), what.sendcounts, what.sdispls, MPI.BYTE],
             [memory(recv), what.recvcounts, what.rdispls, MPI.BYTE],
         )
 
-    def alltoallv_typed(self, team: Team, send: Tensor, recv: Tensor, what: Alltoall) -> None:
+    def alltoallv_typed(self, team: Team, what: Alltoall, send: Tensor, recv: Tensor) -> None:
         counts, displs, types = what.recvcounts, what.rdispls, [MPI.BYTE] * team.size
         made = []
         if what.boxes:  # of bytes, so that the types of both sides match

@@ -1,4 +1,4 @@
-"""The interface of all routes: the same five operations on messages.
+"""The interface of all routes: the same operations on messages.
 
 A message is the memory of a contiguous tensor of any shape and dtype. Counts and displacements are in bytes and in rank
 order, and already agreed on by all ranks.
@@ -6,7 +6,8 @@ order, and already agreed on by all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -115,11 +116,20 @@ class Route:
         """Return whether an algorithm can carry these messages. The same on all ranks; sends always can."""
         return True
 
-    def _run(self, team: Team, operation: str, send: Any, recv: Any, what: Vector | Alltoall) -> None:
+    def prepare(self, team: Team, operation: str, what: Vector | Alltoall) -> Callable[[Any, Any], None]:
+        """Choose the algorithm of an operation, and return the function of `send` and `recv` that carries it out.
+
+        - gatherv: `send` of rank i (counts[i] bytes) to ``recv[displs[i]:]`` of the root.
+        - scatterv: ``send[displs[i]:]`` of the root (counts[i] bytes) to `recv` of rank i.
+        - allgatherv: `send` of rank i (counts[i] bytes), which may lie there already, to ``recv[displs[i]:]`` of all.
+        - alltoallv: ``send[sdispls[j]:]`` of rank i (sendcounts[j] bytes) to ``recv[rdispls[i]:]`` of rank j.
+
+        What only the root has is None elsewhere.
+        """
         rule = self.rule(team, operation, what.total, what.longest)
         if isinstance(what, Vector):
             what = what._replace(segment=rule.segment)
-        getattr(self, f"{operation}_{rule.algorithm}")(team, send, recv, what)
+        return partial(getattr(self, f"{operation}_{rule.algorithm}"), team, what)
 
     def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
         """Send and receive separate messages concurrently, directly from and into their memory, and wait for them.
@@ -137,27 +147,11 @@ class Route:
         """
         return False
 
-    def gatherv(self, team: Team, send: Tensor, recv: Tensor | None, counts: Ints, displs: Ints, root: int) -> None:
-        """Gather rank i's `send` (counts[i] bytes) into ``recv[displs[i]:]`` of the root."""
-        self._run(team, "gatherv", send, recv, Vector(counts, displs, root))
-
-    def scatterv(self, team: Team, send: Tensor | None, recv: Tensor, counts: Ints, displs: Ints, root: int) -> None:
-        """Scatter ``send[displs[i]:]`` (counts[i] bytes) of the root into `recv` of rank i."""
-        self._run(team, "scatterv", send, recv, Vector(counts, displs, root))
-
-    def allgatherv(self, team: Team, send: Tensor, recv: Tensor, counts: Ints, displs: Ints) -> None:
-        """Gather rank i's `send` (counts[i] bytes), which may lie there already, into ``recv[displs[i]:]`` of all."""
-        self._run(team, "allgatherv", send, recv, Vector(counts, displs))
-
     def receives_boxes(self, team: Team, total: int, largest: int) -> bool:
         """Return whether alltoallv() can receive into boxes of a contiguous tensor. The same on all ranks."""
         return False
 
-    def alltoallv(self, team: Team, send: Tensor, recv: Tensor, what: Alltoall) -> None:
-        """Send rank i's ``send[sdispls[j]:]`` (sendcounts[j] bytes) into ``recv[rdispls[i]:]`` of rank j."""
-        self._run(team, "alltoallv", send, recv, what)
-
-    def gatherv_sends(self, team: Team, send: Tensor, recv: Tensor | None, what: Vector) -> None:
+    def gatherv_sends(self, team: Team, what: Vector, send: Tensor, recv: Tensor | None) -> None:
         if recv is None:
             self.exchange(team, _nonempty([(what.root, as_bytes(send))]), [], what.longest)
         else:
@@ -165,7 +159,7 @@ class Route:
             blocks[what.root].copy_(as_bytes(send))
             self.exchange(team, [], _others(blocks, what.root), what.longest)
 
-    def scatterv_sends(self, team: Team, send: Tensor | None, recv: Tensor, what: Vector) -> None:
+    def scatterv_sends(self, team: Team, what: Vector, send: Tensor | None, recv: Tensor) -> None:
         if send is None:
             self.exchange(team, [], _nonempty([(what.root, as_bytes(recv))]), what.longest)
         else:
@@ -173,14 +167,14 @@ class Route:
             as_bytes(recv).copy_(blocks[what.root])
             self.exchange(team, _others(blocks, what.root), [], what.longest)
 
-    def allgatherv_sends(self, team: Team, send: Tensor, recv: Tensor, what: Vector) -> None:
+    def allgatherv_sends(self, team: Team, what: Vector, send: Tensor, recv: Tensor) -> None:
         blocks, send = cut(recv, what.counts, what.displs), as_bytes(send)
         if send.data_ptr() != blocks[team.rank].data_ptr():
             blocks[team.rank].copy_(send)
         sends = [(rank, send) for rank in range(team.size) if rank != team.rank]
         self.exchange(team, _nonempty(sends), _others(blocks, team.rank), what.longest)
 
-    def alltoallv_sends(self, team: Team, send: Tensor, recv: Tensor, what: Alltoall) -> None:
+    def alltoallv_sends(self, team: Team, what: Alltoall, send: Tensor, recv: Tensor) -> None:
         sends, recvs = cut(send, what.sendcounts, what.sdispls), cut(recv, what.recvcounts, what.rdispls)
         recvs[team.rank].copy_(sends[team.rank])
         self.exchange(team, _others(sends, team.rank), _others(recvs, team.rank), what.longest)

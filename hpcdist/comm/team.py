@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpcdist import activity
-from hpcdist.comm.tuning import Place, Rules, Tuned
+from hpcdist.comm.tuning import Place, Rule, Rules, Tuned
 from hpcdist.comm.windows import Topology, Window, Windows
 from hpcdist.comm.worker import Worker
 from hpcdist.errors import HpcdistError, refusal
@@ -256,7 +256,7 @@ class Team:
         unshared: why the latest result with shared=True is not shared; None if it is.
         window: memory through which the ranks of a process group on one node reduce and broadcast, after its first use.
         plans: latest redistributions planned.
-        repeats: small calls made before, which can be repeated with less work: see :mod:`hpcdist.collectives.small`.
+        repeats: calls made before, which can be repeated with less work: see :mod:`hpcdist.collectives.kept`.
         plans_made: number of plans that the user has made.
         results: number of results through which gradients flow back.
     """
@@ -305,6 +305,21 @@ class Team:
     def rules(self) -> Rules:
         """The rules by which algorithms are chosen. The same on all ranks."""
         return Rules(Place.of(self.node_of), self.size, self.settings.tuned)
+
+    @contextmanager
+    def forced(self, operation: str, rule: Rule, repeats: dict[Any, Any]) -> Iterator[None]:
+        """A context in which the team takes this algorithm, to measure it. Must agree on all ranks.
+
+        Args:
+            repeats: those of earlier such contexts.
+        """
+        table = self.rules.table
+        before = table[operation], self.repeats
+        table[operation], self.repeats = [rule], repeats
+        try:
+            yield
+        finally:
+            table[operation], self.repeats = before
 
     @cached_property
     def topology(self) -> Topology:

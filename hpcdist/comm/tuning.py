@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -116,14 +115,16 @@ class Rules:
     Args:
         size: number of ranks.
         tuned: what a file has, if there is one.
+
+    Attributes:
+        table: rules of each operation; the latter ones go before.
     """
 
     def __init__(self, place: Place, size: int, tuned: Tuned | None) -> None:
         self.place, self._size = place, size
         self._file, rules, samples = tuned or Tuned("", {}, {})
         own, self._samples = rules.get(place, {}), samples.get(place, ())
-        # The latter ones go before.
-        self._table = {name: [*default(place, size, name), *sorted(own.get(name, ()))] for name in ALGORITHMS}
+        self.table = {name: [*default(place, size, name), *sorted(own.get(name, ()))] for name in ALGORITHMS}
 
     def choose(
         self, operation: str, total: int, largest: int, usable: Callable[[str], bool] = lambda algorithm: True
@@ -136,7 +137,7 @@ class Rules:
             usable: whether an algorithm can carry this call; called for those whose rules apply. Sends always can.
         """
         skew = self._skew(total, largest)
-        applying = (rule for rule in reversed(self._table[operation]) if rule.total <= total and rule.skew <= skew)
+        applying = (rule for rule in reversed(self.table[operation]) if rule.total <= total and rule.skew <= skew)
         return next((rule for rule in applying if usable(rule.algorithm)), Rule(0, 0, "sends"))
 
     def reason(self, operation: str, rule: Rule, total: int, largest: int) -> str:
@@ -156,17 +157,6 @@ class Rules:
 
     def _skew(self, total: int, largest: int) -> float:
         return largest * self._size / total if total else 1.0
-
-
-@contextmanager
-def forced(rules: Rules, operation: str, algorithm: str, segment: int = 0) -> Iterator[None]:
-    """A context in which a team takes this algorithm: to measure it. Must agree on all ranks of the team."""
-    table = rules._table
-    kept, table[operation] = table[operation], [Rule(0, 0, algorithm, segment)]
-    try:
-        yield
-    finally:
-        table[operation] = kept
 
 
 def default(place: Place, size: int, operation: str) -> list[Rule]:

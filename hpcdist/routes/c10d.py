@@ -117,17 +117,17 @@ class _Nccl(_C10d):
     def usable(self, team: Team, algorithm: str, total: int, largest: int) -> bool:
         return algorithm != "fused" or total == largest * team.size
 
-    def allgatherv_fused(self, team: Team, send: Tensor, recv: Tensor, what: Vector) -> None:
+    def allgatherv_fused(self, team: Team, what: Vector, send: Tensor, recv: Tensor) -> None:
         self.group(team)._allgather_base(as_bytes(recv), as_bytes(send)).wait()
 
-    def allgatherv_padded(self, team: Team, send: Tensor, recv: Tensor, what: Vector) -> None:
+    def allgatherv_padded(self, team: Team, what: Vector, send: Tensor, recv: Tensor) -> None:
         rows = torch.empty((team.size + 1, what.longest), dtype=torch.uint8, device=recv.device)
         rows[team.size, : what.counts[team.rank]] = as_bytes(send)
         self.group(team)._allgather_base(rows[: team.size], rows[team.size]).wait()
         for row, block in zip(rows, cut(recv, what.counts, what.displs), strict=False):
             block.copy_(row[: block.numel()])
 
-    def allgatherv_broadcasts(self, team: Team, send: Tensor, recv: Tensor, what: Vector) -> None:
+    def allgatherv_broadcasts(self, team: Team, what: Vector, send: Tensor, recv: Tensor) -> None:
         """Broadcast each message directly into place.
 
         torch makes a group of broadcasts of a list of uneven sizes (ProcessGroupNCCL::allgather), which NCCL 2.29.2 and

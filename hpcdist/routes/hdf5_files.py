@@ -41,7 +41,7 @@ class _Hdf5(Route):
     def method(self, team: Team, operation: str, nbytes: int, largest: int = 0) -> Method:
         return Method("a file in the staging folder")
 
-    def allgatherv_sends(self, team: Team, send: Tensor, recv: Tensor, what: Vector) -> None:
+    def allgatherv_sends(self, team: Team, what: Vector, send: Tensor, recv: Tensor) -> None:
         with _staged(team, what.counts) as file:
             file.write([(file.starts[team.rank], as_bytes(send))])
             file.read(list(zip(file.starts, cut(recv, what.counts, what.displs), strict=True)))

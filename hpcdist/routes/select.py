@@ -100,13 +100,13 @@ class Staged(Route):
         why = f"route {self.name} cannot access the GPU memory here"
         return Method(f"pinned host buffers, {found.name}", "; ".join(filter(None, [why, found.reason])))
 
-    def allgatherv_sends(self, team: Team, send: Tensor, recv: Tensor, what: Vector) -> None:
+    def allgatherv_sends(self, team: Team, what: Vector, send: Tensor, recv: Tensor) -> None:
         source, target = _Host([as_bytes(send)]), _Host(cut(recv, what.counts, what.displs))
         for start, step in _rounds(what.longest, team.size):
             ((mine, part),), into = source.round(start, step), target.round(start, step)
             _copy([(mine, part)])
             now = [host.numel() for host, _ in into]
-            self.route.allgatherv(team, mine, target.memory, now, layout.displs(now))
+            self.route.prepare(team, "allgatherv", Vector(now, layout.displs(now)))(mine, target.memory)
             _copy([(part, host) for host, part in into])
 
     def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:

@@ -191,7 +191,7 @@ def test_a_forced_algorithm_is_taken_and_right(world, findings, algorithm, nodes
     start = sum(counts[: world.rank])
     mine = whole[start : start + counts[world.rank]]
     group = world.comm.Dup()
-    with tuning.forced(team_of(group).rules, "allgatherv", algorithm, 1000):
+    with team_of(group).forced("allgatherv", Rule(0, 0, algorithm, 1000), {}):
         said = hd.plan(hd.concat, mine, group=group)
         findings.check(said.methods == (tuning.ALGORITHMS["allgatherv"][algorithm],), said)
         findings.same(hd.concat(mine, group=group), whole, algorithm)
@@ -207,7 +207,7 @@ def test_a_forced_redistribute_is_right(world, findings, algorithm):
     whole = torch.arange((size + 1) * (2 * size + 1) * 300.0).view(size + 1, -1, 300)
     layouts = [hd.Split(0), hd.Split(1), hd.Split(2), hd.Split(1, counts=[2 * size + 1] + [0] * (size - 1))]
     group = world.comm.Dup()
-    with tuning.forced(team_of(group).rules, "alltoallv", algorithm):
+    with team_of(group).forced("alltoallv", Rule(0, 0, algorithm), {}):
         for src, dst in itertools.permutations(layouts, 2):
             x, expected = (hd.local(whole, layout).clone() for layout in (src, dst))
             said = hd.plan(hd.redistribute, x, src, dst, group=group)
@@ -227,5 +227,5 @@ def test_a_forced_redistribute_is_right(world, findings, algorithm):
 def test_a_single_rank_sends_itself_no_pieces(findings):
     """A message to itself that nobody receives would wait for ever, if it is large."""
     x = torch.arange(2**20)
-    with tuning.forced(team_of(MPI.COMM_SELF).rules, "allgatherv", "ring", 2**18):
+    with team_of(MPI.COMM_SELF).forced("allgatherv", Rule(0, 0, "ring", 2**18), {}):
         findings.same(hd.concat(x, group=MPI.COMM_SELF), x, "alone")

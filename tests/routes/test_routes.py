@@ -13,7 +13,7 @@ from nccl_rules import STAND_IN
 
 import hpcdist as hd
 from hpcdist.comm import mpi, team as teams
-from hpcdist.comm.route import Alltoall
+from hpcdist.comm.route import Alltoall, Vector
 from hpcdist.comm.tuning import ALGORITHMS, Rule
 from hpcdist.formats import plain
 from hpcdist.layout import limits as sizes
@@ -107,12 +107,13 @@ class TestRoute:
             root, at, mine = turn % team.size, starts(counts), _part(messages, counts, team.rank)
             on_root = lambda x: x if team.rank == root else None  # noqa: E731, B023
             send, recv, room = mine.clone(), torch.zeros_like(messages), torch.zeros_like(mine)
-            route.gatherv(team, send, on_root(recv), counts, at, root)
+            what = Vector(counts, at, root)
+            route.prepare(team, "gatherv", what)(send, on_root(recv))
             findings.check(team.rank != root or torch.equal(recv, messages), f"{counts} to {root}")
-            route.scatterv(team, on_root(recv), room, counts, at, root)
+            route.prepare(team, "scatterv", what)(on_root(recv), room)
             findings.same(room, mine, f"{counts} from {root}")
             recv.zero_()
-            route.allgatherv(team, send, recv, counts, at)
+            route.prepare(team, "allgatherv", what)(send, recv)
             findings.same(recv, messages, f"{counts}")
             findings.same(send, mine, f"send of {counts} to {root}")
         findings.settle()
@@ -134,7 +135,7 @@ class TestRoute:
             before, recv = send.clone(), torch.full_like(expected, 254)
             longest, total = max(map(max, table)), gap * team.size + row * 3 * team.size
             what = Alltoall(sendcounts, sdispls, recvcounts, rdispls, longest, total)
-            ROUTES[name].alltoallv(team, send, recv, what)
+            ROUTES[name].prepare(team, "alltoallv", what)(send, recv)
             findings.same(recv, expected, f"rows of {row}, gaps of {gap}")
             findings.same(send, before, "send")
         findings.settle()
@@ -169,16 +170,20 @@ def test_staged_stays_within_its_window(world, most, monkeypatch):
     class Spy:
         name = "spy"
 
-        def allgatherv(self, team, send, recv, counts, displs):
-            seen.append((send.numel(), recv.numel()))
-            assert displs == starts(tuple(counts))
-            assert recv.numel() == sum(counts)
-            mpi.MPI_ROUTE.allgatherv(team, send, recv, counts, displs)
+        def prepare(self, team, operation, what):
+            def transfer(send, recv):
+                seen.append((send.numel(), recv.numel()))
+                assert what.displs == starts(tuple(what.counts))
+                assert recv.numel() == what.total
+                mpi.MPI_ROUTE.prepare(team, operation, what)(send, recv)
+
+            return transfer
 
     counts = tuple(100 * (rank + 1) for rank in range(world.world_size))
     messages = whole_of((sum(counts),), torch.uint8)
     recv, mine, step = torch.zeros_like(messages), _part(messages, counts, world.rank), max(1, most // world.world_size)
-    select.Staged(Spy()).allgatherv(world._context.team, mine, recv, counts, starts(counts))
+    what = Vector(counts, starts(counts))
+    select.Staged(Spy()).prepare(world._context.team, "allgatherv", what)(mine, recv)
     findings = Findings(world.comm)
     findings.same(recv, messages, "allgatherv")
     findings.check(len(seen) == -(-max(counts) // step), f"{len(seen)} rounds")

@@ -196,7 +196,7 @@ from hpcdist.comm import mpi
 def broken(*args):
     raise OSError("the network is gone")
 if world.rank == 1:
-    mpi.Mpi.allgatherv = broken
+    mpi.Mpi.prepare = broken
 handle = hd.concat(x, async_op=True)
 import time
 import weakref
