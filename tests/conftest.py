@@ -12,7 +12,6 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -21,9 +20,6 @@ from launch import slowness
 
 import hpcdist
 from hpcdist.control import objects
-
-if TYPE_CHECKING:
-    pass
 
 _LARGE_NEEDS = 2  # ranks: more would not fit in the memory of a small machine
 

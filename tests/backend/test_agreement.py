@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from collective import assert_on_all_ranks, raises_on_all_ranks
+from collective import all_gather_single, assert_on_all_ranks, raises_on_all_ranks, reduce_scatter_single
 from launch import mpirun
 
 from hpcdist.errors import RankError
@@ -28,10 +28,6 @@ def _lists(x):
 
 def _at_root(x, root):
     return _lists(x) if dist.get_rank() == root else None
-
-
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def _whole(x):

@@ -1,12 +1,12 @@
-"""The operations of backend "mpi" beyond those in tests/collectives/test_primitives.py, against plain computation."""
+"""The operations of backend "mpi", against plain computation; of tensors that share memory: see test_overlaps.py."""
 
 from functools import partial, reduce
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import copy_of, whole_of
-from collective import assert_on_all_ranks
+from cases import copy_of, same_bits, whole_of
+from collective import all_gather_single, assert_on_all_ranks, reduce_scatter_single
 
 import hpcdist as hd
 from hpcdist.backend import collectives
@@ -26,8 +26,6 @@ OPS = {
     "MAX": lambda x: x.amax(0),
     **{op: partial(reduce, getattr(torch, f"bitwise_{op[1:].lower()}")) for op in ("BAND", "BOR", "BXOR")},
 }
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @pytest.fixture(params=["whole", "in pieces"], autouse=True)
@@ -37,6 +35,12 @@ def sizes(request, monkeypatch):
         monkeypatch.setattr(limits, "PIECE", 64)
         for name, limit in {"SMALL": 0, "PACKED": 0, "LEAST": 0, "SLOT": 128, "PIPELINED": 0, "SLICE": 8}.items():
             monkeypatch.setattr(collectives, name, limit)
+
+
+@pytest.fixture(params=[False, True], ids=["blocking", "async"])
+def run(request):
+    """Makes a call, and waits for it."""
+    return lambda call, *args: call(*args, async_op=True).wait() if request.param else call(*args)
 
 
 def values(size, shape, dtype):
@@ -54,8 +58,8 @@ def strided(x):
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_every_reduction_of_every_dtype(name, world, findings):
-    op, fold = getattr(dist.ReduceOp, name), OPS[name]
+def test_every_reduction_of_every_dtype(name, world, findings, run):
+    op, fold, rank, size = getattr(dist.ReduceOp, name), OPS[name], world.rank, world.world_size
     for dtype in EVERY_DTYPE:
         if dtype.is_complex or dtype in (torch.float8_e4m3fn, torch.uint16, torch.bool):
             continue
@@ -64,12 +68,21 @@ def test_every_reduction_of_every_dtype(name, world, findings):
                 dist.all_reduce(torch.ones(2, dtype=dtype), op)
             continue
         for shape in [(), (0,), (3,), (40, 7)]:
-            every = values(world.world_size, shape, dtype)
+            every = values(size, (size, *shape), dtype)  # of each rank, a block for each rank
             wide = every if not dtype.is_floating_point else every.double()
             expected = fold(wide).to(dtype)
-            for x in (every[world.rank].clone(), strided(every[world.rank])):
-                dist.all_reduce(x, op)
+            for x in (every[rank].clone(), strided(every[rank])):
+                run(dist.all_reduce, x, op)
                 findings.same(x.clone(), expected, f"{name} {dtype} {shape}")
+            for root in range(size):
+                x = every[rank].clone()
+                run(dist.reduce, x, root, op)
+                findings.check(rank != root or same_bits(x, expected), f"reduce {name} {dtype} {shape} to {root}")
+            outs = every[rank, 0].clone(), every[rank, 0].clone()
+            run(dist.reduce_scatter, outs[0], [*every[rank]], op)
+            run(reduce_scatter_single, outs[1], every[rank], op)
+            for x in outs:
+                findings.same(x, expected[rank], f"reduce_scatter {name} {dtype} {shape}")
 
 
 def test_sums_of_narrow_floats_are_added_up_in_float32(world, findings):
@@ -110,29 +123,29 @@ def test_all_ranks_get_the_same_bits(world, findings):
                 findings.check(len(set(world.comm.allgather(bits))) == 1, f"{op} {dtype} {count}")
 
 
-def test_moves_of_every_dtype_uneven_and_strided(world, findings):
+def test_moves_of_every_dtype_uneven_and_strided(world, findings, run):
     rank, size = world.rank, world.world_size
     sizes = [3 * i % 5 for i in range(size)]
     for dtype in EVERY_DTYPE:
         wholes = [whole_of((sizes[i], 3), dtype, i) for i in range(size)]
         outs = [torch.zeros_like(whole) for whole in wholes]
-        dist.all_gather(outs, copy_of(wholes[rank]))
+        run(dist.all_gather, outs, copy_of(wholes[rank]))
         for i, out in enumerate(outs):
             findings.same(out, wholes[i], f"all_gather {dtype} from {i}")
         root = size - 1
         outs = [torch.zeros_like(whole) for whole in wholes]
-        dist.gather(copy_of(wholes[rank]), outs if rank == root else None, root)
+        run(dist.gather, copy_of(wholes[rank]), outs if rank == root else None, root)
         for i, out in enumerate(outs if rank == root else []):
             findings.same(out, wholes[i], f"gather {dtype} from {i}")
         out = torch.zeros_like(wholes[rank])
-        dist.scatter(out, [copy_of(whole) for whole in wholes] if rank == root else None, root)
+        run(dist.scatter, out, [copy_of(whole) for whole in wholes] if rank == root else None, root)
         findings.same(out, wholes[rank], f"scatter {dtype}")
         x = whole_of((4, 3), dtype, rank).t()
-        dist.broadcast(x, root)
+        run(dist.broadcast, x, root)
         findings.same(x.contiguous(), whole_of((4, 3), dtype, root).t().contiguous(), f"broadcast {dtype}")
         x = whole_of((2, 3), dtype, rank)
         out = torch.zeros(2 * size, 3, dtype=dtype)
-        all_gather_single(out, x)
+        run(all_gather_single, out, x)
         expected = torch.cat([whole_of((2, 3), dtype, i).view(torch.uint8) for i in range(size)])
         findings.same(out.view(torch.uint8), expected, f"all_gather_single {dtype}")
 
@@ -182,43 +195,42 @@ def test_reduce_scatter_uneven_and_coalesced(world, findings):
         findings.same(x, torch.full((n,), float(sum(i + n for i in range(size)))), "all_reduce coalesced")
 
 
+@pytest.mark.mpi(min_size=2)
 def test_messages(world, findings):
     rank, size = world.rank, world.world_size
-    if size > 1:
-        after, before = (rank + 1) % size, (rank - 1) % size
-        out, x = torch.zeros(40, 2).t(), whole_of((2, 40), torch.float32, rank)
-        ops = [dist.P2POp(dist.irecv, out, before), dist.P2POp(dist.isend, x, after)]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-        findings.same(out.contiguous(), whole_of((2, 40), torch.float32, before), "batch_isend_irecv")
-        works = [dist.isend(torch.full((3,), float(10 * rank + tag)), after, tag=tag) for tag in (1, 2)]
-        second, first = torch.zeros(3), torch.zeros(3)
-        dist.recv(second, before, tag=2)
-        dist.recv(first, before, tag=1)
-        for work in works:
-            work.wait()
-        findings.same(second, torch.full((3,), 10.0 * before + 2), "tag 2")
-        findings.same(first, torch.full((3,), 10.0 * before + 1), "tag 1")
-        if rank == 0:
-            found = {}
-            for _ in range(size - 1):
-                x = torch.zeros(50)
-                found[dist.recv(x)] = x
-            findings.check(sorted(found) == list(range(1, size)), f"senders {sorted(found)}")
-            for source, x in found.items():
-                findings.same(x, torch.full((50,), float(source)), "from any rank")
-        else:
-            dist.send(torch.full((50,), float(rank)), 0)
-    findings.check(True, "")
+    after, before = (rank + 1) % size, (rank - 1) % size
+    out, x = torch.zeros(40, 2).t(), whole_of((2, 40), torch.float32, rank)
+    ops = [dist.P2POp(dist.irecv, out, before), dist.P2POp(dist.isend, x, after)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    findings.same(out.contiguous(), whole_of((2, 40), torch.float32, before), "batch_isend_irecv")
+    works = [dist.isend(torch.full((3,), float(10 * rank + tag)), after, tag=tag) for tag in (1, 2)]
+    second, first = torch.zeros(3), torch.zeros(3)
+    dist.recv(second, before, tag=2)
+    dist.recv(first, before, tag=1)
+    for work in works:
+        work.wait()
+    findings.same(second, torch.full((3,), 10.0 * before + 2), "tag 2")
+    findings.same(first, torch.full((3,), 10.0 * before + 1), "tag 1")
+    if rank == 0:
+        found = {}
+        for _ in range(size - 1):
+            x = torch.zeros(50)
+            found[dist.recv(x)] = x
+        findings.check(sorted(found) == list(range(1, size)), f"senders {sorted(found)}")
+        for source, x in found.items():
+            findings.same(x, torch.full((50,), float(source)), "from any rank")
+    else:
+        dist.send(torch.full((50,), float(rank)), 0)
 
 
-def test_a_message_of_another_size_is_an_error(world, findings):
+@pytest.mark.mpi(min_size=2)
+def test_a_message_of_another_size_is_an_error(world):
     if world.rank == 1:
         dist.send(torch.ones(3), 0)
-    elif world.rank == 0 and world.world_size > 1:
+    elif world.rank == 0:
         with pytest.raises(RuntimeError, match=r"rank 1 has sent 12 bytes, where the tensor has 20"):
             dist.recv(torch.zeros(5), 1)
-    findings.check(True, "")
 
 
 def test_groups(world, findings):

@@ -1,22 +1,18 @@
 """Tensors of one call that share memory: the result is that of copies, written in the order of the lists."""
 
 import random
-from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from collective import all_gather_single, reduce_scatter_single
 
 from hpcdist.backend import collectives
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore::FutureWarning")]
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 MEMORY = 64  # elements a rank, each with a value of its own
 DRAWS = 40
-Places = list[Tensor]  # for each tensor of a list: the places of its elements in the memory of its rank
 
 
 class Draw:
@@ -85,7 +81,6 @@ def _reduce_scatter_coalesced(draw):
     backend.reduce_scatter_tensor_coalesced(draw.at(draw.two), [draw.one(draw.whole[1])] * 2).wait()
 
 
-Step = tuple[Callable[[Draw], object], Callable[[Draw], Iterable[Tensor]], Callable[[Draw], Iterable[Tensor]]]
 STEPS = {  # a call, and the places that it writes, in order, and the values
     "all_gather": (
         lambda d: dist.all_gather(d.at(d.outs), d.one(d.ins[0])),

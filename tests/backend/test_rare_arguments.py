@@ -7,14 +7,13 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from collective import assert_on_all_ranks
+from collective import all_gather_single, assert_on_all_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hpcdist.runtime import registration
 
 pytestmark = pytest.mark.mpi
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 UNSIGNED = [torch.uint16, torch.uint32, torch.uint64]
 
 

@@ -5,7 +5,7 @@ Needs root, and the packages util-linux and iproute2::
     with Hosts(3) as hosts:                             # node1, node2, node3; 10.77.0.1 to .3 on eth0
         job = hosts.mpirun([2, 2], "program.py")        # ranks 0, 1 on node1, 2, 3 on node2, by this Python's MPI
         assert job.status == 0, job.err
-        job = hosts.run("node1", ["sinfo"], deadline=5)  # one command on one host
+        job = hosts.run("node1", ["sinfo"])  # one command on one host
         server = hosts.start("node2", ["sleep", "60"])  # goes on; server.wait(deadline) gives its Job
         hosts.rate("1gbit")                             # of every wire, both ways; None: as fast as memory
         before = hosts.bytes()["node1"].received        # by its wire
@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from launch import DEADLINE, Job, communicate, launcher, python as forked
+from settings import ROOT_AND_MORE
 
 from hpcdist.comm.launcher import without_launcher
 
@@ -65,6 +66,16 @@ mount -t tmpfs tmpfs /tmp
 ip link set lo up
 set +e
 """
+
+_USELESS = """link add docker0 type bridge
+addr add 172.17.0.1/16 dev docker0
+link set docker0 up
+link add ib0 type veth peer name nowhere
+addr add 192.168.99.{number}/24 dev ib0
+link set ib0 up
+link set nowhere up
+link add eth1 type veth peer name nothing
+addr add 10.99.0.{number}/24 dev eth1"""
 
 # What mpirun calls in place of ssh.
 _RSH = """#!/bin/sh
@@ -163,13 +174,7 @@ class Hosts:
         """Its /etc/hosts: write into it, do not replace it."""
         return self.folder / name / "hosts"
 
-    def start(
-        self,
-        host,
-        command,
-        cwd=None,
-        env=None,
-    ):
+    def start(self, host, command, cwd=None, env=None):
         """Start a command on a host; `env` is added to our environment."""
         self._started += 1
         mark = f"{self.folder.name}.{self._started}"
@@ -185,40 +190,19 @@ class Hosts:
         )
         return Started(process, mark)
 
-    def run(
-        self,
-        host,
-        command,
-        cwd=None,
-        env=None,
-        deadline=DEADLINE,
-    ):
-        """Run a command on a host to its end; an AssertionError, after it was ended, if it takes too long."""
-        return self.start(host, command, cwd, env).wait(deadline)
+    def run(self, *what, **how):
+        """As :meth:`start`, to its end; an AssertionError, after it was ended, if it takes too long."""
+        return self.start(*what, **how).wait()
 
-    def mpirun(
-        self,
-        ranks,
-        *args,
-        code="",
-        cwd=None,
-        env=None,
-        deadline=DEADLINE,
-        python=None,
-    ):
-        """Run ``python *args`` (or ``python -c code``) by mpirun on node1, with ``ranks[i]`` ranks on host i."""
-        return self.start_mpirun(ranks, *args, code=code, cwd=cwd, env=env, python=python).wait(deadline)
+    def mpirun(self, *what, **how):
+        """As :meth:`start_mpirun`, to its end."""
+        return self.start_mpirun(*what, **how).wait()
 
-    def start_mpirun(
-        self,
-        ranks,
-        *args,
-        code="",
-        cwd=None,
-        env=None,
-        python=None,
-    ):
-        """As :meth:`mpirun`, which goes on meanwhile; with this Python's MPI, whichever `python` runs."""
+    def start_mpirun(self, ranks, *args, code="", cwd=None, env=None, python=None):
+        """Start ``python *args`` (or ``python -c code``) by mpirun on node1, with ``ranks[i]`` ranks on host i.
+
+        It is this Python's MPI, whichever `python` runs.
+        """
         machines = {}
         for form in (" slots=", ":"):  # of Open MPI, and of MPICH
             machines[form] = self.folder / f"machines{form.strip()}{self._started}"
@@ -239,21 +223,13 @@ class Hosts:
         rsh = str(self._rsh)
         return {
             "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS / "helpers"), os.environ.get("PYTHONPATH")])),
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            **ROOT_AND_MORE,
             "OMPI_MCA_plm_rsh_agent": rsh,
             "OMPI_MCA_btl_tcp_if_include": NETWORK,
             "OMPI_MCA_oob_tcp_if_include": NETWORK,
             "OMPI_MCA_btl_tcp_flags": "1",  # sends only: with its puts the two directions of a wire take turns
-            "OMPI_MCA_rmaps_base_oversubscribe": "1",
-            "OMPI_MCA_hwloc_base_binding_policy": "none",
-            "OMPI_MCA_mpi_yield_when_idle": "1",
-            "PRTE_ALLOW_RUN_AS_ROOT": "1",
-            "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "PRTE_MCA_plm_ssh_agent": rsh,
             "PRTE_MCA_prte_if_include": NETWORK,
-            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-            "PRTE_MCA_hwloc_default_binding_policy": "none",
             "HYDRA_LAUNCHER": "ssh",
             "HYDRA_LAUNCHER_EXEC": rsh,
             "HYDRA_IFACE": "eth0",
@@ -292,16 +268,8 @@ class Hosts:
         script = _HOST.format(name=name, folder=self.folder, checkout=TESTS.parent) + _HOLD
         holder = self._holders[name] = self._hold(name, script, *namespaces)
         if self._useless:  # first, so that they are found first
-            number = self.names.index(name) + 1
-            self._ip(holder, "link add docker0 type bridge")
-            self._ip(holder, "addr add 172.17.0.1/16 dev docker0")
-            self._ip(holder, "link set docker0 up")
-            self._ip(holder, "link add ib0 type veth peer name nowhere")
-            self._ip(holder, f"addr add 192.168.99.{number}/24 dev ib0")
-            self._ip(holder, "link set ib0 up")
-            self._ip(holder, "link set nowhere up")
-            self._ip(holder, "link add eth1 type veth peer name nothing")
-            self._ip(holder, f"addr add 10.99.0.{number}/24 dev eth1")
+            for command in _USELESS.format(number=self.names.index(name) + 1).splitlines():
+                self._ip(holder, command)
         self._ip(self._switch, f"link add {name} type veth peer name eth0 netns {holder.pid}")
         self._ip(self._switch, f"link set {name} master br0 up")
         self._ip(holder, f"addr add {self.address(name)}/24 dev eth0")
@@ -324,7 +292,6 @@ class Hosts:
             text=True,
             start_new_session=True,
         )
-        assert holder.stdout is not None
         if holder.stdout.readline() != "ready\n":
             holder.kill()
             holder.communicate()
@@ -333,7 +300,6 @@ class Hosts:
 
     def _off(self, name):
         holder = self._holders.pop(name)
-        assert holder.stdin is not None and holder.stdout is not None
         holder.stdin.close()
         holder.wait(20)
         holder.stdout.close()

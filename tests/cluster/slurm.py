@@ -157,24 +157,11 @@ class Slurm:
         # Slurm's pmi2 cuts lines of more than 1024 characters, and those of MPICH with UCX grow with each device.
         return {**told, "UCX_NET_DEVICES": "eth0"}
 
-    def run(
-        self,
-        command,
-        cwd=None,
-        env=None,
-        deadline=DEADLINE,
-    ):
+    def run(self, command, cwd=None, env=None):
         """Run a command on node1 to its end."""
-        return self._hosts.run(self._login, command, cwd, {**self._environment(), **(env or {})}, deadline)
+        return self._hosts.run(self._login, command, cwd, {**self._environment(), **(env or {})})
 
-    def submit(
-        self,
-        script,
-        *args,
-        options=(),
-        cwd=None,
-        env=None,
-    ):
+    def submit(self, script, *args, options=(), cwd=None, env=None):
         """The number of a job that is in the queue now."""
         job = self.run(["sbatch", "--parsable", *options, script, *args], cwd, env)
         assert job.status == 0, job.err

@@ -79,7 +79,6 @@ def test_sockets_are_in_the_network_of_the_job_alone():
 
 def _wait_for(started, ranks):
     """The processes of the ranks, once they have started to wait."""
-    assert started.process.stdout is not None
     found = {}
     while len(found) < ranks:
         line = started.process.stdout.readline()

@@ -62,7 +62,7 @@ def test_an_address_that_every_host_has_is_not_taken_for_rank_0s(hosts):
                 callers[-1].sendall(b"220 a mail server, or what else says something first")
     """
     stranger = hosts.start("node2", [sys.executable, "-c", textwrap.dedent(others)])
-    assert stranger.process.stdout is not None and stranger.process.stdout.readline() == "listening\n"
+    assert stranger.process.stdout.readline() == "listening\n"
     told = """
     world = hd.init()
     x = torch.ones(1)

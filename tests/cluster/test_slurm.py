@@ -54,16 +54,7 @@ def _path(bin_):
     return f"{bin_}:{os.environ['PATH']}"
 
 
-def _run(
-    slurm,
-    folder,
-    kind,
-    launcher,
-    *args,
-    ntasks=1,
-    options=(),
-    **env,
-):
+def _run(slurm, folder, kind, launcher, *args, ntasks=1, options=(), **env):
     """Submit one of jobscripts/ with so many ranks on each of two nodes, and wait for its end."""
     job = slurm.submit(
         ROOT / "jobscripts" / f"{kind}.sbatch",

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from cases import extents_of, part, same_bits, whole_of
-from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
+from collective import assert_on_all_ranks, raises_on_all_ranks, refused
 from torch import Tensor
 
 import hpcdist as hd
@@ -53,9 +53,9 @@ class Planned:
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_ranks_agree_in_one_message(world, columns, monkeypatch):
+def test_ranks_agree_in_one_message(findings, world, columns, monkeypatch):
     """In which small data travel, too; others travel in one call after it."""
-    findings, extents, comm = Findings(world.comm), extents_of("ragged", world.world_size), world._context.team.comm
+    extents, comm = extents_of("ragged", world.world_size), world._context.team.comm
     seen = []
 
     class Spy:
@@ -74,12 +74,10 @@ def test_ranks_agree_in_one_message(world, columns, monkeypatch):
     findings.check(seen == ["Allgather", *alltoall] * 3, seen)
     for result in got:
         findings.check(planned.problem(result, whole) is None, planned.verb)
-    findings.settle()
 
 
-def test_neither_sent_nor_kept(world):
+def test_neither_sent_nor_kept(findings, world):
     """Planning keeps nothing of x alive; results are new memory, and x is not changed."""
-    findings = Findings(world.comm)
     for columns in COLUMNS:
         x = torch.full((2, columns), float(world.rank))
         plan = hd.plan(hd.concat, x)
@@ -92,14 +90,13 @@ def test_neither_sent_nor_kept(world):
         first.fill_(-1)
         findings.same(plan(y), second, "after an earlier result was overwritten")
         findings.same(y, torch.full((2, columns), 1.0 + world.rank), "x")
-    findings.settle()
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("verb", VERBS)
-def test_wrong_on_one_rank(world, verb, columns):
+def test_wrong_on_one_rank(findings, world, verb, columns):
     """The same RankError on all ranks, which names the one at fault; out is unchanged, and the plan still works."""
-    findings, size = Findings(world.comm), world.world_size
+    size = world.world_size
     extents = (2,) * size
     whole = whole_of((2 * size, columns), torch.float32)
     planned = Planned(verb, whole, 0, extents, world.rank)
@@ -129,14 +126,12 @@ def test_wrong_on_one_rank(world, verb, columns):
                 result = planned.plan(*given, async_op=async_op)
                 return result.wait(30) if async_op else result
 
-            error = raises_on_all_ranks(world.comm, hd.RankError, call)
+            error = refused(world, f"a plan of {verb}() was refused", call, ranks=[wrong_rank])
             text = world.comm.bcast(wrong[i][2] if wrong else "", wrong_rank)
-            findings.check(list(error.problems) == [wrong_rank] and text in error.problems[wrong_rank], f"{i}: {error}")
-            findings.check(f"a plan of {verb}() was refused" in str(error), error)
+            findings.check(text in error.problems[wrong_rank], f"{i}: {error}")
             findings.check(kept is None or not kept.any(), "out was written")
         text = planned.problem(planned.plan(x), whole)
         findings.check(text is None, f"the next call: {text}")
-    findings.settle()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -151,19 +146,17 @@ def test_where_no_tensor_is_expected(world, columns):
         (lambda: split(ones if given else None), "x is given, but split sends from the root"),
         (lambda: gather(ones, out), "out is given, but only the root"),
     ):
-        error = raises_on_all_ranks(world.comm, hd.RankError, call)
-        assert_on_all_ranks(world.comm, list(error.problems) == [size - 1] and told in str(error), error)
+        refused(world, told, call, ranks=[size - 1])
     assert_on_all_ranks(world.comm, gather(ones, None if world.rank else out) is (None if world.rank else out), "next")
 
 
 def test_what_cannot_be_planned(world):
     """Structures, no tensor at all, root=None; but shared results can."""
     size, structure = world.world_size, {"x": torch.ones(world.world_size)}
-    raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.plan(hd.split, None))
+    refused(world, "", hd.plan, hd.split, None)
     for verb in (hd.concat, hd.split):
         x = None if world.rank and verb is hd.split else structure
-        error = raises_on_all_ranks(world.comm, hd.RankError, lambda verb=verb, x=x: hd.plan(verb, x))
-        assert_on_all_ranks(world.comm, "x must be a torch.Tensor, got dict" in str(error), error)
+        refused(world, "x must be a torch.Tensor, got dict", hd.plan, verb, x)
     with pytest.raises(TypeError, match="root=None"):
         hd.plan(hd.split, torch.ones(size), root=None)
     x = torch.ones(2**15)
@@ -172,9 +165,9 @@ def test_what_cannot_be_planned(world):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_ranks_that_call_something_else(world, columns):
+def test_ranks_that_call_something_else(findings, world, columns):
     """Another plan, another verb, the same with async_op: an error on all ranks, and no hang."""
-    findings, last = Findings(world.comm), world.rank == world.world_size - 1
+    last = world.rank == world.world_size - 1
     x = torch.ones(2, columns)
     one, other, gather = hd.plan(hd.concat, x), hd.plan(hd.concat, x), hd.plan(hd.gather, x)
     small = hd.plan(hd.concat, torch.ones(1))
@@ -187,15 +180,13 @@ def test_ranks_that_call_something_else(world, columns):
         (lambda: hd.plan(hd.concat, x), "called plan of concat()"),
     ]
     for wrong, text in calls:
-        error = raises_on_all_ranks(world.comm, hd.RankError, wrong if last else lambda: one(x))
-        findings.check(text in str(error), f"{text} in {error}")
+        refused(world, text, *((wrong,) if last else (one, x)))
         findings.same(one(x), torch.ones(2 * world.world_size, columns), "the next call")
-    findings.settle()
 
 
-def test_several_plans_in_flight(world):
+def test_several_plans_in_flight(findings, world):
     """In the foreground and the background at once, in any order, and of two groups in two threads."""
-    findings, size, rank = Findings(world.comm), world.world_size, world.rank
+    size, rank = world.world_size, world.rank
     comms = [world.comm.Dup() for _ in range(2)]
     wholes = [whole_of((2 * size, columns), torch.int32) for columns in COLUMNS]
     plans = [Planned(verb, w, 0, (2,) * size, rank) for verb in VERBS for w in wholes]
@@ -228,12 +219,10 @@ def test_several_plans_in_flight(world):
     findings.check(not wrong, wrong[:1])
     for comm in comms:
         comm.Free()
-    findings.settle()
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_after_its_group_was_freed(world, columns):
-    findings = Findings(world.comm)
+def test_after_its_group_was_freed(findings, world, columns):
     comm = world.comm.Split(world.rank % 2, -world.rank)
     x = torch.full((1, columns), float(comm.rank))
     plan = hd.plan(hd.concat, x, group=comm)
@@ -244,8 +233,7 @@ def test_after_its_group_was_freed(world, columns):
     assert_on_all_ranks(world.comm, "make a new plan" in str(error), error)
 
 
-def test_in_and_out_of_inference_mode(world):
-    findings = Findings(world.comm)
+def test_in_and_out_of_inference_mode(findings, world):
     for columns in COLUMNS:
         with torch.inference_mode():
             x = torch.ones(1, columns)
@@ -254,4 +242,3 @@ def test_in_and_out_of_inference_mode(world):
         findings.same(plan(torch.ones(1, columns)), torch.ones(world.world_size, columns), "outside")
         with torch.inference_mode():
             findings.same(plan(x), torch.ones(world.world_size, columns), "within")
-    findings.settle()

@@ -10,9 +10,7 @@ draws and prints, to be given again with --hypothesis-seed. In other runs they a
 import random
 import sys
 import traceback
-from collections.abc import Callable
 from hashlib import blake2b
-from typing import Any
 
 import hypothesis
 import numpy as np
@@ -39,9 +37,6 @@ RANKS = 3  # with so many, all examples; in other runs a few
 FEW = 50
 PART = 1 if ALL else 5  # of the examples, one in so many is tried
 SECONDS = 60  # until a call that goes on in the background counts as one that hangs
-
-Body = Callable[[hd.World, Any], str | None]
-Seed = tuple[int, bool]
 
 
 class DrawsDifferError(BaseException):

@@ -6,62 +6,35 @@ import re
 import pytest
 import torch
 from cases import whole_of
-from collective import Findings, raises_on_all_ranks
+from collective import refused
 
 import hpcdist as hd
 from hpcdist import activity
-from hpcdist.comm import mpi
 from hpcdist.tensors import dtensor
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
 
 
-def _part(whole, layout, rank, size):
-    """A rank's part: by indexing with an index of every place, so that only the boxes themselves are believed."""
-    box = layout.boxes(whole.shape, size)[rank]
-    return whole[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
-
-
-def test_out_that_overlaps_x(world):
-    findings, size = Findings(world.comm), world.world_size
+def test_out_that_overlaps_x(findings, world):
+    size = world.world_size
     whole = whole_of((size, size), torch.int32)
-    memory = _part(whole, hd.Split(0), world.rank, size).clone()
+    memory = hd.local(whole, hd.Split(0)).clone()
     got = hd.redistribute(memory, hd.Split(0), hd.Split(1), out=memory.view(size, 1))
-    findings.same(got, _part(whole, hd.Split(1), world.rank, size), "in place")
-    findings.settle()
+    findings.same(got, hd.local(whole, hd.Split(1)), "in place")
 
 
-def test_what_is_sent_is_what_was_counted(world, monkeypatch):
-    findings, size = Findings(world.comm), world.world_size
-    sent = []
-    real = mpi.Mpi.alltoallv_mpi
-
-    def spy(self, team, what, send, recv):
-        sent.append(sum(what.sendcounts))
-        real(self, team, what, send, recv)
-
-    monkeypatch.setattr(mpi.Mpi, "alltoallv_mpi", spy)
-    whole = whole_of((500 * size, size + 1), torch.int16)
-    go = hd.plan(hd.redistribute, _part(whole, hd.Split(0), world.rank, size), hd.Split(0), hd.Split(1))
-    findings.same(go(_part(whole, hd.Split(0), world.rank, size)), _part(whole, hd.Split(1), world.rank, size), "data")
-    findings.check(sent == ([go.sent] if size > 1 else []), f"{sent} sent, {go.sent} counted")
-    findings.settle()
-
-
-def test_groups(world):
-    findings, size = Findings(world.comm), world.world_size
+def test_groups(findings, world):
+    size = world.world_size
     comm = world.comm.Split(world.rank % 2, -world.rank)
     whole = whole_of((4, 3), torch.float32, salt=world.rank % 2)
-    x = _part(whole, hd.Split(0), comm.rank, comm.size)
+    x = hd.local(whole, hd.Split(0), group=comm)
     got = hd.redistribute(x, hd.Split(0), hd.Split(1), group=comm)
-    findings.same(got, _part(whole, hd.Split(1), comm.rank, comm.size), "in a group")
     local = hd.local(whole, hd.Split(1), group=comm)
-    findings.same(local, _part(whole, hd.Split(1), comm.rank, comm.size), "local")
+    findings.same(got, local, "in a group")
     findings.check(not local.numel() or local.untyped_storage().data_ptr() == whole.data_ptr(), "local is a view")
     weights = [1, 5, 1, 1, 2]
     findings.check(len(hd.balance(weights)) == size and sum(hd.balance(weights)) == 5, hd.balance(weights))
     comm.Free()
-    findings.settle()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -93,24 +66,22 @@ def test_groups(world):
         ),
     ],
 )
-def test_errors(world, wrong, told):
+def test_errors(findings, world, wrong, told):
     """The same on all ranks, before anything moves, and the next call succeeds."""
     x = torch.ones(2, 9)
     args = dict(zip(("x", "src", "dst", "out"), wrong(world, x), strict=False))
-    error = raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.redistribute(**args))
-    findings = Findings(world.comm)
+    error = refused(world, "", hd.redistribute, **args)
     findings.check(re.search(told, str(error)), f"expected {told!r} in {error}")
     for out in (None, torch.empty(2 * world.world_size, 9)):  # kept for the call of the next row
         findings.same(hd.redistribute(x, hd.Split(0), hd.Replicate(), out=out), x.repeat(world.world_size, 1), "next")
-    findings.settle()
 
 
-def test_dtensor_has_what_its_layout_says(world):
+def test_dtensor_has_what_its_layout_says(findings, world):
     """Uneven shards too, and a dimension that is cut twice."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    findings, size = Findings(world.comm), world.world_size
+    size = world.world_size
     meshes = [DeviceMesh("cpu", list(range(size)))]
     if size % 2 == 0:
         meshes.append(DeviceMesh("cpu", torch.arange(size).view(2, -1)))
@@ -120,27 +91,25 @@ def test_dtensor_has_what_its_layout_says(world):
         for placements in itertools.product(kinds, repeat=mesh.ndim):
             theirs = distribute_tensor(whole, mesh, placements)
             layout = dtensor.layout_of(theirs.placements, theirs.device_mesh)
-            findings.same(theirs.to_local(), _part(whole, layout, world.rank, size), f"{placements}")
+            findings.same(theirs.to_local(), hd.local(whole, layout), f"{placements}")
             rows = hd.redistribute(theirs.to_local(), layout, hd.Split(0))
-            findings.same(rows, _part(whole, hd.Split(0), world.rank, size), f"from {placements}")
-    findings.settle()
+            findings.same(rows, hd.local(whole, hd.Split(0)), f"from {placements}")
 
 
-def test_a_plan_is_remembered_for_its_own_layouts(world):
+def test_a_plan_is_remembered_for_its_own_layouts(findings, world):
     """The same shapes and the same goal, from boxes that lie in another order."""
-    findings, size = Findings(world.comm), world.world_size
+    size = world.world_size
     whole = whole_of((2 * size, 3), torch.int32)
     boxes = hd.Split(0).boxes(whole.shape, size)
     for order in (boxes, boxes[::-1], boxes):
         src = hd.Boxes(order)
-        got = hd.redistribute(_part(whole, src, world.rank, size), src, hd.Split(1))
-        findings.same(got, _part(whole, hd.Split(1), world.rank, size), f"{order}")
-    findings.settle()
+        got = hd.redistribute(hd.local(whole, src), src, hd.Split(1))
+        findings.same(got, hd.local(whole, hd.Split(1)), f"{order}")
 
 
-def test_what_one_rank_alone_has_forgotten(world):
+def test_what_one_rank_alone_has_forgotten(findings, world):
     """The small calls that it remembers, as after a mistake of its own; the others remember theirs."""
-    team, findings = world._context.team, Findings(world.comm)
+    team = world._context.team
     x = torch.arange(4) + 10 * world.rank
     whole = torch.cat([torch.arange(4) + 10 * rank for rank in range(world.world_size)])
     for turn in range(3):
@@ -151,12 +120,11 @@ def test_what_one_rank_alone_has_forgotten(world):
         findings.same(hd.split(whole if world.rank == 0 else None), x, "split")
         if turn == 1:  # all of them lose their transfers
             team.plans.clear(), team.repeats.clear()
-    findings.settle()
 
 
-def test_route_of_repeated_calls(world, monkeypatch):
+def test_route_of_repeated_calls(findings, monkeypatch):
     """A trace shows it, also of later calls, which do not choose it again, and of the backward pass."""
-    findings, seen = Findings(world.comm), []
+    seen = []
     monkeypatch.setattr(activity, "took", seen.append)
     x = torch.ones(50, 50)
     for times in range(3):
@@ -167,4 +135,3 @@ def test_route_of_repeated_calls(world, monkeypatch):
     seen.clear()
     y.sum().backward()
     findings.check(seen == ["mpi"], f"backward: {seen}")
-    findings.settle()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from collective import Findings, change_settings, raises_on_all_ranks
+from collective import change_settings, refused
 
 import hpcdist as hd
 from hpcdist.collectives import results
@@ -36,18 +36,15 @@ CALLS = {
 
 @pytest.mark.parametrize("limits", [(999, 10**9), (10**9, 999)], ids=["its own", "its node's"])
 @pytest.mark.parametrize("verb", CALLS)
-def test_more_than_there_is(world, verb, limits, monkeypatch):
-    findings = Findings(world.comm)
+def test_more_than_there_is(findings, world, verb, limits, monkeypatch):
     x = torch.full((100 * world.world_size, 10), world.rank, dtype=torch.uint8)
     plan = hd.plan(hd.redistribute, x, hd.Split(0), hd.Replicate())
     with monkeypatch.context() as patch:
         change_settings(patch, world, memory=(limits,) * world.world_size)
-        error = raises_on_all_ranks(world.comm, hd.RankError, lambda: CALLS[verb](x, world.rank, plan))
+        error = refused(world, "more than the 999 bytes of memory there", CALLS[verb], x, world.rank, plan)
         together = "" if limits[0] == 999 else ", and the results on its node"
-        findings.check("more than the 999 bytes of memory there" in str(error), error)
         findings.check(together in str(error) and "its result has" in str(error), error)
     findings.check(CALLS[verb](x, world.rank, plan) is not None or world.rank, "the next call")
-    findings.settle()
 
 
 @contextmanager
@@ -65,9 +62,9 @@ def less_than(nbytes):
 
 
 @pytest.mark.parametrize("verb", [*CALLS, "columns", "parts of structures"])
-def test_memory_that_one_rank_cannot_have(world, verb, monkeypatch):
+def test_memory_that_one_rank_cannot_have(findings, world, verb, monkeypatch):
     monkeypatch.undo()  # the limits are as they are
-    findings, last = Findings(world.comm), world.world_size - 1
+    last = world.world_size - 1
     calls = CALLS | {
         "columns": lambda x, rank, plan: hd.concat(x, dim=1),
         "gather": lambda x, rank, plan: hd.gather(x, root=last),
@@ -83,16 +80,12 @@ def test_memory_that_one_rank_cannot_have(world, verb, monkeypatch):
         call(small, world.rank, plan)
     if world.world_size > 1:
         with less_than(2**22) if world.rank == last else nullcontext():
-            error = raises_on_all_ranks(world.comm, hd.RankError, lambda: call(x, world.rank, plan))
-        findings.check(list(error.problems) == [last] and "can't allocate memory" in str(error), error)
+            refused(world, "can't allocate memory", call, x, world.rank, plan, ranks=[last])
     findings.check(call(x, world.rank, plan) is not None or world.rank != last, "the next call")
-    findings.settle()
 
 
-def test_what_a_host_has(world):
-    findings = Findings(world.comm)
+def test_what_a_host_has(findings, world):
     findings.check(world.settings.memory == (machine.capacity(),) * world.world_size, world.settings.memory)
     own, host = machine.capacity()
     findings.check(2**28 < machine.available() <= own <= host, (machine.available(), own, host))
     findings.check(world.settings.node_of == (0,) * world.world_size, world.settings.node_of)
-    findings.settle()

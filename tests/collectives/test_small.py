@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from cases import DTYPES, EXTENTS, Index, extents_of, part, whole_of
-from collective import Battery, Findings, assert_on_all_ranks, raises_on_all_ranks
+from collective import Battery, assert_on_all_ranks, refused
 
 import hpcdist as hd
 from hpcdist.collectives import run
@@ -51,9 +51,9 @@ def test_extents_that_change_on_one_rank_alone(columns, world):
 
 
 @pytest.mark.parametrize("given", ["all", "one", "turns"])
-def test_into_memory_of_the_callers(given, world):
+def test_into_memory_of_the_callers(given, findings, world):
     """On all ranks or on one of them, in turns with new memory; once it is strided, once `x` is a part of it."""
-    findings, rank, size = Findings(world.comm), world.rank, world.world_size
+    rank, size = world.rank, world.world_size
     extents = tuple(rank + 1 for rank in range(size))
     for turn in range(8):
         whole = whole_of((sum(extents), 2), torch.int32, turn)
@@ -72,12 +72,11 @@ def test_into_memory_of_the_callers(given, world):
         findings.check((got is piece) == into, f"turn {turn}: the part is not out")
         got = hd.gather(mine, root=size - 1, out=out if into and rank == size - 1 else None)
         findings.check(got is None if rank < size - 1 else torch.equal(got, whole), f"gather, turn {turn}")
-    findings.settle()
 
 
-def test_counts_that_change_in_place(world):
+def test_counts_that_change_in_place(findings, world):
     """The same tensors or objects as before are other numbers now."""
-    size, findings = world.world_size, Findings(world.comm)
+    size = world.world_size
     whole, tensor = torch.arange(size), torch.ones(size, dtype=torch.int64)
     tensors, objects, none = [torch.tensor(1) for _ in range(size)], [Index(1) for _ in range(size)], [0] * (size - 1)
     for rows in ([1] * size, [1] * size, [size, *none], [*none, size]):
@@ -88,7 +87,6 @@ def test_counts_that_change_in_place(world):
         for counts in (tensor, tensors, objects):
             mine = hd.split(*((whole, 0, 0, counts) if world.rank == 0 else (None,)))
             findings.check(torch.equal(mine, whole.split(rows)[world.rank]), f"{type(counts[0])}, {rows}: {mine}")
-    findings.settle()
 
 
 def test_mistakes_between_repeated_calls(world):
@@ -101,20 +99,20 @@ def test_mistakes_between_repeated_calls(world):
         for _ in range(2):
             assert_on_all_ranks(world.comm, torch.equal(hd.concat(x), expected))
         given = mistake if world.rank == last else x
-        raises_on_all_ranks(world.comm, hd.RankError, lambda given=given: hd.concat(given))
+        refused(world, "", hd.concat, given)
         whole = (mistake if world.rank == last else None) if world.world_size > 1 else mistake
-        raises_on_all_ranks(world.comm, hd.RankError, lambda whole=whole: hd.split(whole, 3, last))
+        refused(world, "", hd.split, whole, 3, last)
     split = lambda counts: hd.split(*((expected, 0, 0, counts) if world.rank == 0 else (None,)))  # noqa: E731
     assert_on_all_ranks(world.comm, torch.equal(split([2] * world.world_size), x))
-    raises_on_all_ranks(world.comm, hd.RankError, lambda: split([2.0] * world.world_size))
+    refused(world, "", split, [2.0] * world.world_size)
     for dim in (1.0, True, "0", [0]):
         hd.concat(x), hd.concat(x[:, None], 1)
-        raises_on_all_ranks(world.comm, hd.RankError, lambda dim=dim: hd.concat(x[:, None], dim))
+        refused(world, "", hd.concat, x[:, None], dim)
 
 
-def test_other_calls_between_repeated_calls(world):
+def test_other_calls_between_repeated_calls(findings, world):
     """With a gradient that one rank needs, in the background, planned."""
-    size, findings = world.world_size, Findings(world.comm)
+    size = world.world_size
     x, expected = torch.full((2,), float(world.rank)), torch.arange(float(size)).repeat_interleave(2)
     for _ in range(3):
         findings.same(hd.concat(x), expected, "repeated")
@@ -127,7 +125,6 @@ def test_other_calls_between_repeated_calls(world):
         findings.check(planned.methods == (BEHIND_HEADERS.name,), planned)
         findings.same(hd.concat(x), expected, "beside one in the background")
         findings.same(handle.wait(), expected, "in the background")
-    findings.settle()
 
 
 def test_what_is_remembered_is_bounded(world, monkeypatch):
@@ -146,12 +143,7 @@ def test_what_is_remembered_is_bounded(world, monkeypatch):
 def test_the_headers_of_many_ranks_stay_small():
     for size in (1, 2, 4096, 16384, 10**6):
         assert size * (HEADER + inline_capacity(size)) <= max(limits.HEADERS, HEADER * size)
-    assert (
-        inline_capacity(2) == inline_capacity(16) == 960
-        and inline_capacity(64) == 192
-        and inline_capacity(8192) == 64
-        and inline_capacity(10**6) == 0
-    )
+    assert list(map(inline_capacity, (2, 16, 64, 8192, 10**6))) == [960, 960, 192, 64, 0]
 
 
 @pytest.mark.parametrize("n", [3, 300])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from collective import Findings, assert_on_all_ranks, change_settings
+from collective import assert_on_all_ranks, change_settings
 
 import hpcdist as hd
 from hpcdist.collectives.kept import BEHIND_HEADERS
@@ -66,8 +66,7 @@ def _done(found, verb, args, **options):
 
 @pytest.mark.parametrize("route", ["auto", "mpi", "gloo", "hdf5"])
 @pytest.mark.parametrize("n", [SMALL, LARGE])
-def test_it_says_what_the_call_does(world, moves, route, n):
-    findings = Findings(world.comm)
+def test_it_says_what_the_call_does(findings, world, moves, route, n):
     for verb, args in _calls(n, world):
         moves.clear()
         said = hd.plan(verb, *args, route=route)
@@ -85,15 +84,13 @@ def test_it_says_what_the_call_does(world, moves, route, n):
             findings.check(method in done[:2], f"{said}\n  but the call did {done}")
         others = world.comm.allgather((said.route, said.methods, said.reasons))
         findings.check(len(set(others)) == 1, others)
-    findings.settle()
 
 
-def test_bytes_and_result(world, monkeypatch):
+def test_bytes_and_result(findings, world, monkeypatch):
     """Of ragged shards: rank r has r + 1 rows of 12 bytes."""
     rank, size = world.rank, world.world_size
     x = torch.zeros(rank + 1, 3)
     total = 12 * size * (size + 1) // 2
-    findings = Findings(world.comm)
 
     def check(said, sent, received, result):
         findings.check((said.sent, said.received, said.result) == (sent, received, result), said)
@@ -103,6 +100,7 @@ def test_bytes_and_result(world, monkeypatch):
     check(hd.plan(hd.gather, x), mine if rank else 0, 0 if rank else total - mine, "none" if rank else "new")
     whole = torch.zeros(size, 3) if rank == 0 else None
     check(hd.plan(hd.split, whole), 0 if rank else 12 * (size - 1), 12 if rank else 0, "new")
+    check(hd.plan(hd.redistribute, torch.zeros(1, size), hd.Split(0), hd.Split(1)), *[4 * (size - 1)] * 2, "new")
     check(hd.plan(hd.concat, x, out=torch.empty(total // 12, 3)), mine * (size - 1), total - mine, "out")
     large = torch.zeros(2**18 // size + 1)
     taken = lambda: [hd.memory.memory_stats()[name] for name in ("num_allocations", "num_reuses")]  # noqa: E731
@@ -114,13 +112,12 @@ def test_bytes_and_result(world, monkeypatch):
     monkeypatch.setattr(pool, "_pool", pool.Pool(0))
     findings.check(hd.plan(hd.concat, large).result == "new", "the pool is switched off")
     del kept
-    findings.settle()
 
 
 @pytest.mark.parametrize("n", [SMALL, LARGE])
-def test_shared_results(world, n):
+def test_shared_results(findings, world, n):
     """Which fall back to private memory below a size."""
-    findings, team = Findings(world.comm), world._context.team
+    team = world._context.team
     root = world.world_size - 1
     for verb, args in [
         (hd.concat, (torch.zeros(n, 3), 1)),
@@ -134,7 +131,6 @@ def test_shared_results(world, n):
         findings.check(("memory that the ranks of a node share" in said.methods) == shared, said)
         text = "shared=True was passed" if shared else str(team.unshared)
         findings.check(any(text in reason for reason in said.reasons), f"{said}, {text}")
-    findings.settle()
 
 
 def test_no_windows_here(world, monkeypatch):
@@ -164,9 +160,8 @@ def test_through_windows_between_nodes(world, monkeypatch):
     comm.Free()
 
 
-def test_mpi_by_sends_and_receives(world, monkeypatch, moves):
+def test_mpi_by_sends_and_receives(findings, world, monkeypatch, moves):
     monkeypatch.setattr(mpi, "LIMIT", 1000)
-    findings = Findings(world.comm)
     for verb, args in _calls(LARGE // 8, world):
         if verb is not hd.redistribute:
             said = hd.plan(verb, *args)
@@ -175,7 +170,6 @@ def test_mpi_by_sends_and_receives(world, monkeypatch, moves):
                 said.methods == ("MPI sends and receives",) and done[-1:] == list(said.methods), (said, done)
             )
             findings.check("1,000" in str(said), said)
-    findings.settle()
 
 
 def test_through_pinned_buffers(world, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import part, whole_of
-from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
+from collective import assert_on_all_ranks, refused
 from mpi4py import MPI
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -77,9 +77,9 @@ def test_groups_of_the_same_ranks_are_kept_apart(world, findings, twins):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("kind", ["Split", "new_group"])
-def test_a_group_that_not_all_its_ranks_use(world, kind):
+def test_a_group_that_not_all_its_ranks_use(findings, world, kind):
     """Only the two ranks that send and receive take part, and nobody in what is local: nothing of it is collective."""
-    findings, size = Findings(world.comm), world.world_size
+    size = world.world_size
     group = world.comm.Split(0, -world.rank) if kind == "Split" else dist.new_group(list(range(size)))
     of_group = (lambda rank: size - 1 - rank) if kind == "Split" else (lambda rank: rank)
     if kind == "Split":
@@ -106,13 +106,11 @@ def test_a_group_that_not_all_its_ranks_use(world, kind):
     for handle in (first, second):
         if handle is not None:
             handle.wait(30)
-    findings.settle()
     _end(group)
 
 
-def test_a_communicator_carries_messages_after_a_collective(world):
+def test_a_communicator_carries_messages_after_a_collective(findings, world):
     """Before that, nothing tells it from another one of the same ranks."""
-    findings = Findings(world.comm)
     comms = [world.comm.Split(0, -world.rank) for _ in range(2)]
     for comm in comms:
         for step in (lambda comm=comm: hd.isend(1, 0, group=comm), lambda comm=comm: hd.recv(group=comm)):
@@ -127,7 +125,6 @@ def test_a_communicator_carries_messages_after_a_collective(world):
     findings.check([hd.recv(group=comm) for comm in reversed(comms)] == ["other", "one"], "told apart")
     for handle in handles:
         handle.wait(30)
-    findings.settle()
     for comm in comms:
         comm.Free()
 
@@ -148,7 +145,6 @@ def test_destroyed_groups_give_their_communicators_back(world, findings):
     groups = []
     for turn in range(6):
         group = dist.new_group(list(range(world.world_size)))
-        assert group is not None
         result = hd.concat(torch.tensor([world.rank]), group=group, route="gloo" if turn % 2 else "mpi")
         findings.check(result.tolist() == list(range(world.world_size)), result)
         groups.append(group)  # that it is still referred to makes no difference
@@ -179,7 +175,6 @@ def test_messages_never_meet_the_users(world, findings, order, monkeypatch):
     comm = world.comm if order == 1 else world.comm.Split(0, -world.rank)
     own = world._context.team_of(comm).comm
     findings.check(MPI.Comm.Compare(own, comm) == MPI.CONGRUENT, "the library talks on the user's communicator")
-    findings.settle()
     size, extents = comm.size, (2,) * comm.size
     got = np.zeros(1, dtype=np.int64)
     request = comm.Irecv(got, MPI.ANY_SOURCE, MPI.ANY_TAG)
@@ -246,8 +241,7 @@ def test_torch_distributed_that_has_been_ended(world, findings, monkeypatch):
     with monkeypatch.context() as patch:
         if world.rank == last:
             patch.setattr(dist, "is_initialized", lambda: False)
-        error = raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.concat(torch.ones(1), route="gloo"))
-        findings.check(list(error.problems) == [last] and "destroy_process_group" in str(error), error)
+        refused(world, "destroy_process_group", hd.concat, torch.ones(1), route="gloo", ranks=[last])
         findings.check(hd.concat(torch.ones(1)).numel() == world.world_size, "route auto")
     findings.check(hd.concat(torch.ones(1), route="gloo").numel() == world.world_size, "route gloo")
 

@@ -4,35 +4,34 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import product, zip_longest
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 from collective import assert_on_all_ranks
-from simulated import CASES, Event, Log, Machine, Recorder, outside, record, recorded
+from simulated import CASES, Machine, Recorder, outside, record, recorded
 
 import hpcdist as hd
 
 
-def _sent(log: Log) -> list[Event]:
+def _sent(log):
     events = [event for event in log if event.name not in ("copy", "result")]
     return [event._replace(ranks=(), peer=event.peer * (event.name != "Wait")) for event in events]
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(("case", "nbytes"), [("concat", 24), ("split", 24), *product(CASES, (2**13, 2**21 + 2**13))])
-def test_bytes_and_messages_of_a_real_job(case: str, nbytes: int, world: hd.World) -> None:
+def test_bytes_and_messages_of_a_real_job(case, nbytes, world):
     rank, size, team = world.rank, world.world_size, world._context.team
     expected = _sent(recorded(case, nbytes * size, Machine(1, size), list(dict.fromkeys((0, rank))))[-1])
-    real: Log = []
+    real = []
     with patch.object(team, "comm", Recorder(team.comm, real)):
         CASES[case](rank, size, nbytes * size)()
     odd = [pair for pair in zip_longest(_sent(real), expected) if pair[0] != pair[1]]
     assert_on_all_ranks(world.comm, not odd and any(event.nbytes for event in real), odd[:1])
 
 
-def test_a_byte_comes_to_a_node_once_or_twice_in_a_ring() -> None:
+def test_a_byte_comes_to_a_node_once_or_twice_in_a_ring():
     """On 64 nodes x 16 ranks: each rank receives all but its own from the one before it, and sends all on but one."""
     machine, nbytes = Machine(64, 16), 2**18
     for rank in (0, 15, 512):
@@ -43,7 +42,7 @@ def test_a_byte_comes_to_a_node_once_or_twice_in_a_ring() -> None:
             assert sum(event.nbytes for event in found) == (machine.size - 1) * nbytes
 
 
-def test_a_small_tensor_comes_to_each_node_once(tmp_path: Path) -> None:
+def test_a_small_tensor_comes_to_each_node_once(tmp_path):
     """Its one owner sends to other nodes, not to their ranks."""
     machine, x, path = Machine(16, 8), torch.zeros(2**18, dtype=torch.uint8), tmp_path / "x.h5"
     record(partial(hd.staging.save, path, x, writer="posix"), 0, Machine(1, 1))  # without MPI-IO

@@ -16,6 +16,8 @@ from hpcdist.comm.tuning import Place, Rule, Rules, Sample, Tuned, merged, read
 from hpcdist.routes import c10d
 from hpcdist.runtime.world import team_of
 
+pytestmark = pytest.mark.once
+
 RULES = {
     "allgatherv": [
         Rule(100, 0, "sends"),
@@ -45,7 +47,6 @@ for name in sys.argv[1:]:
 RING = {"allgatherv": [Rule(0, 0, "ring", 64)]}
 
 
-@pytest.mark.once
 def test_the_rule_of_the_largest_total_and_then_skew_is_taken():
     rules = Rules(Place(1, 8), 8, Tuned("file", {Place(1, 8): RULES}, {}))
     for total, largest, expected in [
@@ -61,7 +62,6 @@ def test_the_rule_of_the_largest_total_and_then_skew_is_taken():
     assert rules.choose("allgatherv", 100, 50).segment == 64
 
 
-@pytest.mark.once
 def test_a_ring_of_many_ranks_needs_data_for_its_steps():
     """16 nodes x 64 ranks: even calls from 128 KiB per rank on, skewed ones from 1 MB. Two nodes take windows."""
     many, two = Rules(Place(16, 64), 1024, None), Rules(Place(2, 4), 8, None)
@@ -75,7 +75,6 @@ def test_a_ring_of_many_ranks_needs_data_for_its_steps():
         assert rules.choose("allgatherv", total, largest).algorithm == expected, (total, largest)
 
 
-@pytest.mark.once
 def test_the_skew_counts_the_ranks_that_there_are():
     """4 + 1 ranks on two nodes: half of the bytes on one of 5 ranks are a skew of 2.5, not of 4."""
     rules = Rules(Place.of([0, 0, 0, 0, 1]), 5, Tuned("file", {Place(2, 4): RULES}, {}))
@@ -83,21 +82,12 @@ def test_the_skew_counts_the_ranks_that_there_are():
     assert rules.choose("allgatherv", 100, 80).algorithm == "ring"
 
 
-@pytest.mark.once
 def test_the_next_rule_is_taken_where_an_algorithm_cannot_be():
     rules = Rules(Place(1, 8), 8, Tuned("file", {Place(1, 8): RULES}, {}))
     assert rules.choose("allgatherv", 100, 50, lambda name: name != "ring").algorithm == "sends"
     assert rules.choose("gatherv", 100, 50, lambda name: name != "mpi").algorithm == "sends"
 
 
-@pytest.mark.once
-def test_every_algorithm_is_a_method():
-    for key, names in tuning.ALGORITHMS.items():
-        route, operation = (c10d.NCCL if key.startswith("nccl") else mpi.MPI_ROUTE), key.split()[-1]
-        assert operation == "exchange" or all(hasattr(route, f"{operation}_{name}") for name in names), key
-
-
-@pytest.mark.once
 def test_route_nccl_has_rules_of_its_own():
     own = {"nccl allgatherv": [Rule(100, 0, "padded"), Rule(1000, 2, "sends"), Rule(2000, 0, "fused")]}
     team = SimpleNamespace(size=4, rules=Rules(Place(1, 4), 4, Tuned("my.json", {Place(1, 4): own}, {})))
@@ -113,7 +103,6 @@ def test_route_nccl_has_rules_of_its_own():
         assert mpi.MPI_ROUTE.rule(team, "allgatherv", total, largest).algorithm == "mpi"
 
 
-@pytest.mark.once
 def test_a_file_is_read_as_it_was_written(tmp_path):
     """Tuned at two places, and at the first one again."""
     found = None
@@ -162,7 +151,6 @@ FILES = {
 }
 
 
-@pytest.mark.once
 def test_files(tmp_path):
     made = merged(None, Place(1, 2), RING, [US])
     for name, (change, _) in FILES.items():

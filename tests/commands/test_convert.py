@@ -16,6 +16,8 @@ from launch import commands, mpirun
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+pytestmark = pytest.mark.once
+
 WHOLES = {
     "rows": whole_of((40, 30), torch.float32),
     "columns": whole_of((30, 40), torch.bfloat16, 1),
@@ -93,7 +95,6 @@ def assert_same(path, wholes=WHOLES):
 INPUTS = ["dcp", "sharded", "whole.h5", "whole.safetensors", "wholes.pt"]
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("np_", [1, 3])
 def test_every_layout_to_every_other(np_, made, tmp_path):
     outs = [f"{i}{out}" for i in range(len(INPUTS)) for out in ("a.safetensors", "b.h5", "d.safetensors")]
@@ -118,7 +119,6 @@ def test_every_layout_to_every_other(np_, made, tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.once
 def test_inputs_with_more_than_tensors():
     """What one process writes with torch; an index named as INPUT, of whose files it names a part; a .pt file that
     holds a tensor twice. What is left out is named."""
@@ -163,7 +163,6 @@ def _info(held, name):
     return next(info for index, info in held.storage_data.items() if index.fqn == name)
 
 
-@pytest.mark.once
 def test_no_pickle_of_others_is_run(made, tmp_path, monkeypatch):
     """A planner's own objects are passed over; what stands for a tensor is refused; in the archives, too."""
 
@@ -218,7 +217,6 @@ DAMAGES = {
 }
 
 
-@pytest.mark.once
 def test_damaged_and_incomplete_folders_are_one_line(made, tmp_path, monkeypatch):
     """Of DCP; those of safetensors are in tests/staging."""
     for i, damage in enumerate(DAMAGES.values()):

@@ -27,6 +27,8 @@ from hpcdist.formats.hdf5 import record_dtype
 from hpcdist.formats.known import describe
 from hpcdist.process import machine
 
+pytestmark = pytest.mark.once
+
 X = np.arange(6)
 
 
@@ -95,7 +97,6 @@ def test_npy_headers(tmp_path, monkeypatch):
     assert not Path("HACKED").exists()
 
 
-@pytest.mark.once
 def test_archives(tmp_path, monkeypatch):
     """Of numpy: 1 GiB that unpacks from 1 MB, in a header and in data."""
     monkeypatch.chdir(tmp_path)
@@ -226,7 +227,6 @@ TABLES = {
 }
 
 
-@pytest.mark.once
 def test_staging_tables(tmp_path, monkeypatch):
     """Nothing is read where a forged table says, and what is not as hpcdist writes it is not taken for its own."""
     monkeypatch.chdir(tmp_path)
@@ -263,7 +263,6 @@ FEW = """
 """
 
 
-@pytest.mark.once
 def test_two_thousand_inputs_and_few_file_descriptors(tmp_path):
     for i in range(2000):
         np.save(tmp_path / f"s{i}.npy", [i])
@@ -274,7 +273,6 @@ def test_two_thousand_inputs_and_few_file_descriptors(tmp_path):
     assert np.load(tmp_path / "s.npy").tolist() == [*range(2000)]
 
 
-@pytest.mark.once
 def test_a_host_name_that_nobody_knows(tmp_path):
     np.save(tmp_path / "x.npy", X)
     script = f"hostname nohost.invalid && exec {sys.executable} -m hpcdist.gather x.npy -o y.npy"

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
+from collective import assert_on_all_ranks, raises_on_all_ranks
 
 from hpcdist.compare import CONTENDERS, DTYPES, VERBS, Case
 from hpcdist.errors import HpcdistError
@@ -21,8 +21,7 @@ def gloo(world):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_all_give_the_same(verb, world, gloo):
-    findings = Findings(world.comm)
+def test_all_give_the_same(verb, findings, world, gloo):
     p = world.world_size
     for dtype, rows in product(DTYPES.values(), ([3] * p, [7 * r % 5 for r in range(p)], [5] + [0] * (p - 1))):
         case = Case(world.comm, verb, dtype, [[n, 40, 3] for n in rows], group=gloo)
@@ -34,7 +33,6 @@ def test_all_give_the_same(verb, world, gloo):
                 if case.expected is not None:
                     findings.same(got, case.expected, context)
                 findings.check(case.intact(), f"input of {context}")
-    findings.settle()
 
 
 def test_values_are_global_indices(world):

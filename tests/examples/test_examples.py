@@ -11,8 +11,9 @@ from torch import nn
 import hpcdist as hd
 from hpcdist.examples.column_parallel import ROWS, ColumnParallelLinear
 
+pytestmark = pytest.mark.once
 
-@pytest.mark.once
+
 def test_one_rank_has_nobody_to_send_to():
     job = mpirun(0, "-m", "hpcdist.examples.primitives")
     assert job.status == 0, job.err
@@ -82,11 +83,9 @@ def test_the_column_parallel_layer_can_follow_itself(findings):
     for model in (whole, parts):
         model(x).square().sum().backward()
     for got, want in zip(parts.parameters(), whole.parameters(), strict=True):
-        assert got.grad is not None and want.grad is not None
         findings.check(torch.allclose(got.grad, hd.local(want.grad, ROWS), rtol=1e-12, atol=1e-12), got.grad)
 
 
-@pytest.mark.once
 def test_a_training_goes_on_after_a_kill_on_another_number_of_ranks(tmp_path):
     """From the last complete save, which may be one before the save that was under way."""
     killed = mpirun(3, "-m", "hpcdist.examples.train_fsdp", "--die-after", "7", cwd=tmp_path)

@@ -18,10 +18,7 @@ for np in 1 2 4; do
     echo "== $np ranks"
     timeout 300 "$mpirun" -n "$np" "$python" -m pytest -q --capture=sys --with-mpi -m "mpi and gpu" tests/gpu || status=1
 done
-# NCCL's primitives: a world of its own, on as many ranks as there are GPUs.
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
-echo "== primitives, $gpus ranks"
-timeout 300 "$mpirun" -n "$gpus" "$python" -m pytest -q --capture=sys --with-mpi -m "mpi and gpu" tests/collectives/test_primitives.py || status=1
 # Also on fewer ranks than GPUs; with torch 2.15 and later NCCL's groups are bound to a GPU.
 for np in $(seq "$gpus"); do
     echo "== worlds one after the other, $np ranks"

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from cases import copy_of, extents_of, part, whole_of
 
 import hpcdist as hd
 from hpcdist.layout import limits
@@ -11,54 +12,36 @@ from hpcdist.tensors.storage import DTYPES, as_bytes, bits
 
 pytestmark = [pytest.mark.mpi, pytest.mark.gpu]
 
-EXTENTS = {
-    "even": lambda rank, size: 3,
-    "ragged": lambda rank, size: 2 * rank + 1,
-    "zero first": lambda rank, size: rank,
-    "zero last": lambda rank, size: size - 1 - rank,
-    "all on one": lambda rank, size: 5 * (rank == size // 2),
-    "none": lambda rank, size: 0,
-}
-
-
-def whole_of(shape, dtype):
-    """Bytes that count up, on the CPU (bool: 0 and 1 in turn)."""
-    raw = (torch.arange(int(torch.Size(shape).numel()) * dtype.itemsize) * 7 % 251).to(torch.uint8)
-    return (raw % 2 if dtype is torch.bool else raw).view(dtype).view(shape)
-
-
-def part_of(whole, dim, start, extent):
-    return bits(whole).narrow(dim, start, extent).contiguous().view(whole.dtype)
+CASES = ("even", "ragged", "zero first", "zero last", "all on one rank", "all zero")
 
 
 def strided(x, device):
     """A copy on the device whose dims lie in memory the other way round: as integers, since CUDA copies no int1."""
-    return bits(x.contiguous()).to(device).t().contiguous().t().view(x.dtype)
+    return bits(copy_of(x)).to(device).t().contiguous().t().view(x.dtype)
 
 
 def same(x, y):
-    return x is not None and x.is_cuda and torch.equal(as_bytes(x.cpu().contiguous()), as_bytes(y.contiguous()))
+    return x is not None and x.is_cuda and torch.equal(as_bytes(x.cpu().contiguous()), as_bytes(copy_of(y)))
 
 
 @pytest.mark.parametrize("window", [limits.WINDOW, 64])
-@pytest.mark.parametrize("case", EXTENTS)
+@pytest.mark.parametrize("case", CASES)
 def test_every_verb_route_dtype_and_dim(case, window, routes, gpu_world, monkeypatch):
     monkeypatch.setattr(limits, "WINDOW", window)
     rank, size = gpu_world.rank, gpu_world.world_size
-    extents = [EXTENTS[case](r, size) for r in range(size)]
-    start = sum(extents[:rank])
+    extents = extents_of(case, size)
     for route in routes:
         for dtype in DTYPES:
             for dim in (0, 1):
                 shape = (sum(extents), 3) if dim == 0 else (3, sum(extents))
                 whole = whole_of(shape, dtype)
-                part = part_of(whole, dim, start, extents[rank])
-                x = strided(part, gpu_world.device)
+                mine = part(whole, dim, extents, rank)
+                x = strided(mine, gpu_world.device)
                 assert same(hd.concat(x, dim, route=route), whole), (route, dtype, dim)
                 got = hd.gather(x, dim, size - 1, route=route)
                 assert got is None if rank < size - 1 else same(got, whole), (route, dtype, dim)
                 sent = whole.to(gpu_world.device) if rank == 0 else None
-                assert same(hd.split(sent, dim, counts=extents, route=route), part), (route, dtype, dim)
+                assert same(hd.split(sent, dim, counts=extents, route=route), mine), (route, dtype, dim)
 
 
 def test_streams(routes, gpu_world):
@@ -87,17 +70,16 @@ def test_cpu_and_gpu_ranks_together(gpu_world):
 
 
 @pytest.mark.parametrize("window", [2**28, 100])
-@pytest.mark.parametrize("case", EXTENTS)
+@pytest.mark.parametrize("case", CASES)
 def test_staging_from_and_to_gpu_memory(case, window, gpu_world, folder):
     """Through two pinned buffers: every dtype, along every dim, strided, in pieces of the window."""
     rank, size = gpu_world.rank, gpu_world.world_size
-    extents = [EXTENTS[case](r, size) for r in range(size)]
-    start = sum(extents[:rank])
+    extents = extents_of(case, size)
     for dim in (0, 1):
         shape = (sum(extents), 3) if dim == 0 else (3, sum(extents))
         wholes = {str(dtype): whole_of(shape, dtype) for dtype in DTYPES}
-        parts = {name: part_of(whole, dim, start, extents[rank]) for name, whole in wholes.items()}
-        x = {name: strided(part, gpu_world.device) for name, part in parts.items()}
+        parts = {name: part(whole, dim, extents, rank) for name, whole in wholes.items()}
+        x = {name: strided(mine, gpu_world.device) for name, mine in parts.items()}
         hd.staging.save(folder / "x.h5", x, dim, window=window)
         got = hd.staging.load(folder / "x.h5", dim=dim, counts=extents, device=gpu_world.device, window=window)
         whole = hd.staging.load(folder / "x.h5", dim=None, device=gpu_world.device, window=window, verify=True)
@@ -129,13 +111,12 @@ def test_staging_waits_for_streams(gpu_world, folder):
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("once_per", ["auto", "rank", "job"])
-def test_staging_reads_once(once_per, gpu_world, folder):
-    """Into GPU memory on rank 0, and host memory elsewhere."""
+def test_staging_into_gpu_and_host_memory(gpu_world, folder):
+    """GPU memory on rank 0, and host memory elsewhere."""
     whole = torch.arange(1 << 20).view(1 << 10, 1 << 10)
     hd.staging.save(folder / "x.h5", {"a": whole, "b": whole[0] + 1}, None)
     device = gpu_world.device if gpu_world.rank == 0 else torch.device("cpu")
-    got = hd.staging.load(folder / "x.h5", dim=None, once_per=once_per, device=device)
+    got = hd.staging.load(folder / "x.h5", dim=None, device=device)
     assert got["a"].device == device
     assert torch.equal(got["a"].cpu(), whole)
     assert torch.equal(got["b"].cpu(), whole[0] + 1)

@@ -1,7 +1,5 @@
 """Torch's own calls on GPU memory: backend "mpi" and checkpoints."""
 
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,16 +11,9 @@ from torch.distributed.tensor import DTensor, Shard
 import hpcdist as hd
 from hpcdist.staging.dcp import HDF5Reader, HDF5Writer
 
-pytestmark = [pytest.mark.mpi, pytest.mark.gpu]
+pytestmark = [pytest.mark.mpi, pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 SIZES = [0, 3, 1000, 1 << 18]  # elements: none, inline, small, large
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +37,10 @@ def test_backend_mpi(dtype, later, gpu_world, group):
 
         def fresh(numel=numel):
             x = torch.zeros(numel, 2, dtype=dtype, device=device)[:, 0]
-            _sleep()
+            torch.cuda._sleep(5_000_000)
             return x.add_(_mine(rank, numel, dtype).to(device))
 
-        with _side_stream():
+        with torch.cuda.stream(torch.cuda.Stream()):
             x, gathered = fresh(), [torch.zeros(numel, dtype=dtype, device=device) for _ in range(size)]
             _wait(dist.all_reduce(x, group=group, async_op=later))
             assert torch.equal(x.cpu(), torch.stack(every).sum(0).to(dtype)), numel
@@ -77,22 +68,9 @@ def test_backend_mpi(dtype, later, gpu_world, group):
                 assert torch.equal(got.cpu(), every[(rank - 1) % size]), numel
 
 
-def _sleep():
-    if torch.cuda.is_available():
-        torch.cuda._sleep(5_000_000)
-
-
-def _side_stream():
-    return torch.cuda.stream(torch.cuda.Stream() if torch.cuda.is_available() else None)
-
-
 def _wait(work):
     if work is not None:
         work.wait()
-
-
-def _mesh(world):
-    return DeviceMesh(world.device.type, list(range(world.world_size)))
 
 
 def test_dtensors_in_a_checkpoint(gpu_world, folder):
@@ -100,7 +78,7 @@ def test_dtensors_in_a_checkpoint(gpu_world, folder):
     rank, size, device = gpu_world.rank, gpu_world.world_size, gpu_world.device
     whole = torch.arange((2 * size + 1) * 700, dtype=torch.float32).view(-1, 700)
     local = hd.local(whole, hd.Split(0, "chunk")).clone().to(device)
-    mesh = _mesh(gpu_world)
+    mesh = DeviceMesh("cuda", list(range(size)))
 
     def of(x):
         return DTensor.from_local(x, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
@@ -110,7 +88,7 @@ def test_dtensors_in_a_checkpoint(gpu_world, folder):
     for background in (False, True):
         path = folder / f"{background}.h5"
         if background:
-            _sleep()
+            torch.cuda._sleep(5_000_000)
             state["w"].to_local().add_(1)
             dcp.async_save(state, storage_writer=HDF5Writer(path), process_group=later).result()
         else:

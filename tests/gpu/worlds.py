@@ -32,7 +32,6 @@ def check(world):
     """All groups compute on this rank's GPU."""
     rank, size = world.rank, world.world_size
     assert torch.cuda.current_device() == world.device.index
-    assert dist.group.WORLD is not None
     assert dist.group.WORLD.bound_device_id == (world.device if BINDS else None)
     total = size * (size + 1) / 2
 
@@ -42,6 +41,11 @@ def check(world):
     x = mine()
     dist.all_reduce(x)
     assert x.tolist() == [total] * 3, x
+    whole = torch.zeros(3 * size, device=world.device)
+    dist.all_gather_into_tensor(whole, mine())
+    assert whole.tolist() == [r + 1.0 for r in range(size) for _ in range(3)], whole
+    dist.reduce_scatter_tensor(x, whole)
+    assert x.tolist() == [size * (rank + 1.0)] * 3, x
     for backend in (None, "nccl", "mpi", "gloo"):
         for ranks in (list(range(size)), [0], [size - 1]):
             group = dist.new_group(ranks, backend=backend)

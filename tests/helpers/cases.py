@@ -18,32 +18,7 @@ from hpcdist import layout
 from hpcdist.commands import arrays
 from hpcdist.errors import HpcdistError
 from hpcdist.formats import hdf5
-from hpcdist.tensors.storage import BARE, DTYPES, copyable
-
-__all__ = [
-    "DTYPES",
-    "EXTENTS",
-    "SINGLES",
-    "STRIDES",
-    "Index",
-    "assert_refused",
-    "copy_of",
-    "differs",
-    "extents_of",
-    "fields",
-    "load",
-    "mapped",
-    "part",
-    "parts_of",
-    "rows",
-    "same_bits",
-    "seal",
-    "shown",
-    "starts",
-    "strides_for",
-    "whole_of",
-    "with_parts",
-]
+from hpcdist.tensors.storage import BARE, DTYPES as DTYPES, copyable
 
 _BYTES_AS_INT = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x1E3779B97F4A7C15  # multiplication by an odd number is a bijection of the integers modulo a power of 2

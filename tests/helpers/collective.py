@@ -1,9 +1,9 @@
 """Verdicts that all ranks of a test share: it fails on all of them, and no rank waits for one that has failed."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
 
 import torch
+import torch.distributed as dist
 from cases import copy_of, part, same_bits
 
 import hpcdist as hd
@@ -11,13 +11,9 @@ from hpcdist.runtime import world as worlds
 from hpcdist.validation import collective
 from hpcdist.validation.collective import Call
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = ["Battery", "Findings", "assert_on_all_ranks", "change_settings", "failures_elsewhere", "raises_on_all_ranks"]
-
-E = TypeVar("E", bound=Exception)
-
+# torch 2.13 gave two functions a new name and deprecates the old one.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _SHOWN = 6  # a loop with one mistake finds it in every turn
 
 
@@ -50,7 +46,14 @@ def raises_on_all_ranks(comm, kind, step, same_text=True):
     assert_on_all_ranks(comm, isinstance(error, kind), expected)
     texts = comm.allgather(str(error))
     assert_on_all_ranks(comm, len(set(texts)) == 1, f"the error's text differs between ranks, here: {error}")
-    assert isinstance(error, kind)
+    return error
+
+
+def refused(world, text, call, *args, ranks=None, what="", **options):
+    """The error of a call, the same on every rank, with this text in it, and from these ranks."""
+    error = raises_on_all_ranks(world.comm, hd.RankError, lambda: call(*args, **options))
+    right = text in str(error) and (ranks is None or [*error.problems] == [*ranks])
+    assert_on_all_ranks(world.comm, right, f"{what}: {error}")
     return error
 
 
@@ -104,8 +107,9 @@ class Battery:
                 self.findings.check(result is None, f"{verb} {context}: got a result, expected None")
                 continue
             self.findings.same(result, expected, f"{verb} {context}")
-            plain = result.is_contiguous() and not result.requires_grad
-            self.findings.check(plain, f"{verb} {context}: the result is not contiguous, or has a gradient")
+            own = result.is_contiguous() and result.untyped_storage().nbytes() == result.nbytes
+            own = own and not result.requires_grad
+            self.findings.check(own, f"{verb} {context}: the result is not memory of its own, or has a gradient")
         self.findings.same(whole, before, f"input changed: {context}")
 
 

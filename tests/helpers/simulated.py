@@ -11,13 +11,13 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -50,11 +50,11 @@ class Machine(NamedTuple):
     copies: float = 5e9
 
     @property
-    def size(self) -> int:
+    def size(self):
         return self.nodes * self.ranks
 
 
-def seconds(comm: MPI.Intracomm, call: Callable[[], Any], repeats: int = 1) -> float:
+def seconds(comm, call, repeats=1):
     """Return the seconds of a call on all ranks, the fewest of several times: other programs disturb the rest."""
     found = []
     for _ in range(7):
@@ -67,21 +67,21 @@ def seconds(comm: MPI.Intracomm, call: Callable[[], Any], repeats: int = 1) -> f
     return min(found)
 
 
-def measured(comm: MPI.Intracomm) -> Machine:
+def measured(comm):
     """Describe the machine on which a job of two or more ranks runs."""
     rank, size, nodes = comm.rank, comm.size, len(set(comm.allgather(MPI.Get_processor_name())))
     big = 2**26  # bytes: more than caches hold
     one, other, each = np.ones(big, np.uint8), np.ones(big, np.uint8), size // nodes
 
-    def rate(peer: int) -> float:
-        def exchange() -> None:
+    def rate(peer):
+        def exchange():
             cuts = [slice(at, at + 2**20) for at in range(0, big, 2**20)]
             requests = [comm.Irecv(other[cut], peer) for cut in cuts]
             MPI.Request.Waitall(requests + [comm.Isend(one[cut], peer) for cut in cuts])
 
         return big * each / seconds(comm, exchange)
 
-    def latency(peer: int) -> float:
+    def latency(peer):
         return seconds(comm, lambda: comm.Sendrecv(one[:8], peer, 0, other[:8], peer), 100)
 
     near, far = rank ^ 1, (rank + size // 2) % size
@@ -110,7 +110,7 @@ class Event(NamedTuple):
 Log = list[Event]
 
 
-def _counts(spec: Any) -> tuple[int, ...]:
+def _counts(spec):
     if not isinstance(spec, (list, tuple)) or not isinstance(spec[1], Sequence):
         return ()
     kinds = spec[-1] if isinstance(spec[-1], list) and len(spec) == 4 else [MPI.BYTE] * len(spec[1])
@@ -121,15 +121,15 @@ def _counts(spec: Any) -> tuple[int, ...]:
 class Recorder:
     """A communicator that records the calls of another one."""
 
-    def __init__(self, comm: Any, log: Log) -> None:
+    def __init__(self, comm, log):
         self._comm, self._log = comm, log
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         found = getattr(self._comm, name)
         if name.islower() or name == "Free":
             return found
 
-        def call(*args: Any) -> Any:
+        def call(*args):
             result = found(*args)
             if name in ("Dup", "Split"):
                 return Recorder(result, self._log)
@@ -155,29 +155,29 @@ class Alone:
 
     ranks: tuple[int, ...] = ()
 
-    def __init__(self, rank: int, size: int, node: range, extents: Sequence[int], told: list[bytes]) -> None:
+    def __init__(self, rank, size, node, extents, told):
         self.rank, self.size, self._node, self._extents = rank, size, node, extents
         self._told, self._heard = told, iter(list(told))
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return lambda *args: self if name == "Dup" else SimpleNamespace(Wait=lambda: None)
 
-    def Split(self, color: int, key: int) -> Alone:  # noqa: N802
+    def Split(self, color, key):  # noqa: N802
         part = Alone(self.rank - self._node[0], len(self._node), self._node, (), [])
         part.ranks = tuple(self._node)
         return part
 
-    def _of_root(self, mine: bytes) -> bytes:
+    def _of_root(self, mine):
         if self.rank == 0:
             self._told.append(mine)
             return mine
         return next(self._heard, mine)
 
-    def Bcast(self, spec: Any, root: int = 0) -> None:  # noqa: N802
+    def Bcast(self, spec, root=0):  # noqa: N802
         memory = memoryview(spec[0]).cast("B")
         memory[:] = self._of_root(bytes(memory))
 
-    def Allgather(self, send: Any, recv: Any) -> None:  # noqa: N802
+    def Allgather(self, send, recv):  # noqa: N802
         if mine := bytes(send[0]):
             everyone, stride = memoryview(recv[0]).cast("B"), len(mine)
             everyone[:] = self._of_root(mine) + mine * (self.size - 1)
@@ -185,13 +185,13 @@ class Alone:
                 for rank, extent in enumerate(self._extents):  # in hpcdist/validation/collective.py
                     everyone[rank * stride + 24 :][:8] = extent.to_bytes(8, "little")
 
-    def Allgatherv(self, send: Any, recv: Any, root: int = 0) -> None:  # noqa: N802
+    def Allgatherv(self, send, recv, root=0):  # noqa: N802
         if recv is not None and isinstance(recv[0], bytearray):  # small values, not tensors
             recv[0][:] = bytes(send[0]) * self.size
 
     Gatherv = Allgatherv
 
-    def Alltoall(self, send: Any, recv: Any) -> None:  # noqa: N802
+    def Alltoall(self, send, recv):  # noqa: N802
         recv[...] = 0  # nothing arrives
 
 
@@ -200,21 +200,21 @@ class _Windows:
 
     problem = reason = None
 
-    def __init__(self, team: Team) -> None:
+    def __init__(self, team):
         self._team = team
 
-    def take(self, nbytes: int) -> Any:
+    def take(self, nbytes):
         self._team.topology.comm.Bcast([bytearray(HEADER), MPI.BYTE])
         objects.everywhere(self._team.comm, True)
         return SimpleNamespace(bytes=torch.empty(nbytes, dtype=torch.uint8))
 
 
 class _Copies(TorchDispatchMode):
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log):
         super().__init__()
         self._log = log
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         if name not in ("copy_", "clone"):
             return func(*args, **(kwargs or {}))
@@ -223,9 +223,7 @@ class _Copies(TorchDispatchMode):
         return args[0] if name == "copy_" else torch.empty(args[0].shape, dtype=args[0].dtype)
 
 
-def record(
-    call: Callable[[], Any], rank: int, machine: Machine, extents: Sequence[int] = (), told: list[bytes] | None = None
-) -> Log:
+def record(call, rank, machine, extents=(), told=None):
     """Return the events of a call on one of the ranks; see Alone."""
     size, each, log = machine.size, machine.ranks, Log()
     settings = Settings(
@@ -246,11 +244,11 @@ def record(
 # A replay
 
 
-def lines(rank: int, machine: Machine, log: Log) -> Iterator[str]:
+def lines(rank, machine, log):
     """Yield a rank's events in SMPI's format."""
-    number: Counter[tuple[int, int]] = Counter()
-    started: dict[int, str] = {}
-    last: dict[int, int] = {}  # for each rank, the event of the latest message to it
+    number = Counter()
+    started = {}
+    last = {}  # for each rank, the event of the latest message to it
     yield "init"
     for i, (name, peer, nbytes, sent, received, ranks) in enumerate(log):
         if name == "copy":
@@ -297,15 +295,15 @@ _OPTIONS = (
 )
 
 
-def _text(counts: Sequence[int]) -> str:
+def _text(counts):
     return " ".join(map(str, counts))
 
 
-def _link(name: str, rate: float, latency: float, policy: str = "SHARED") -> str:
+def _link(name, rate, latency, policy="SHARED"):
     return f'<link id="{name}" bandwidth="{rate}Bps" latency="{latency}s" sharing_policy="{policy}"/>'
 
 
-def platform(machine: Machine) -> str:
+def platform(machine):
     """Describe a machine to SimGrid: a wire in each direction and the memory of each node; the switch never waits."""
     nodes, half = range(machine.nodes), machine.wire_latency / 2
     rows = [f'<host id="n{n}" speed="{machine.copies}f" core="{machine.ranks}"/>' for n in nodes]
@@ -320,7 +318,7 @@ def platform(machine: Machine) -> str:
     return f'{head}<zone id="z" routing="Full">' + "\n".join(rows) + "</zone></platform>"
 
 
-def simulate(machine: Machine, logs: Sequence[Log]) -> float:
+def simulate(machine, logs):
     """Return the seconds that a machine takes, by SimGrid."""
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, f"{rank}.txt") for rank in range(machine.size)]
@@ -342,18 +340,18 @@ def simulate(machine: Machine, logs: Sequence[Log]) -> float:
 # Calls
 
 
-def _tensor(nbytes: int) -> Tensor:
+def _tensor(nbytes):
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def _skewed(size: int, nbytes: int) -> list[int]:
+def _skewed(size, nbytes):
     """Rank 0 has 16 times the bytes of each other rank, and all together as many as with `nbytes` each."""
     each = size * nbytes // (size + 15)
     return [size * nbytes - (size - 1) * each, *(size - 1) * [each]]
 
 
 # Each makes the tensors of a rank, of so many bytes, and returns the call.
-CASES: dict[str, Callable[[int, int, int], Callable[[], Any]]] = {
+CASES = {
     "concat": lambda rank, size, nbytes: partial(hd.concat, _tensor(nbytes)),
     "concat 16:1": lambda rank, size, nbytes: partial(hd.concat, _tensor(_skewed(size, nbytes)[rank])),
     "gather": lambda rank, size, nbytes: partial(hd.gather, _tensor(nbytes)),
@@ -364,13 +362,13 @@ CASES: dict[str, Callable[[int, int, int], Callable[[], Any]]] = {
 }
 
 
-def recorded(case: str, nbytes: int, machine: Machine, ranks: Sequence[int]) -> list[Log]:
+def recorded(case, nbytes, machine, ranks):
     """Return the events of a case on some ranks, of which the first is 0."""
     extents, told = _skewed(machine.size, nbytes) if "16:1" in case else (), list[bytes]()
     return [record(CASES[case](rank, machine.size, nbytes), rank, machine, extents, told) for rank in ranks]
 
 
-def outside(event: Event, rank: int, machine: Machine) -> tuple[int, int]:
+def outside(event, rank, machine):
     """Return the bytes that an event brings into the node of a rank, and those that it sends out of it."""
     name, peer, nbytes, sent, received, _ = event
     first = rank // machine.ranks * machine.ranks
@@ -384,7 +382,7 @@ def outside(event: Event, rank: int, machine: Machine) -> tuple[int, int]:
     return into, out
 
 
-def least_outside(case: str, nbytes: int, machine: Machine) -> float:
+def least_outside(case, nbytes, machine):
     """Return the bytes that a case must bring into the node of rank 0, or send out of it."""
     counts = _skewed(machine.size, nbytes) if "16:1" in case else [nbytes] * machine.size
     if case == "rows to columns":
@@ -393,12 +391,12 @@ def least_outside(case: str, nbytes: int, machine: Machine) -> float:
     return max(own, others) if "concat" in case else others
 
 
-def messages(log: Log) -> int:
+def messages(log):
     """Return how many messages with data a rank handles one after the other."""
     return sum(max(len(event.received or event.sent) - 1, event.name == "Irecv") for event in log)
 
 
-def metadata(log: Log, size: int) -> list[int]:
+def metadata(log, size):
     """Return the bytes that a rank receives in each exchange of what is no data."""
     times = {"Allgather": size, "Bcast": 1, "Allreduce": 1}
     return [times[event.name] * event.nbytes for event in log if event.name in times]

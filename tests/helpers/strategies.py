@@ -6,7 +6,6 @@ that it finds in the sources into longer ranges, and a seed would be worth nothi
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import prod
@@ -22,8 +21,6 @@ from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, Hypoth
 import hpcdist as hd
 from hpcdist.tensors.storage import BARE
 
-__all__ = ["BACKEND", "layouts", "made", "redistributions", "rings", "structures", "transfers"]
-
 
 class Afresh(HypothesisProvider):
     """Hypothesis's own way to draw, but each example afresh: with its own, five of six vary the one before a little."""
@@ -32,7 +29,6 @@ class Afresh(HypothesisProvider):
 BACKEND = "afresh"
 AVAILABLE_PROVIDERS[BACKEND] = Afresh
 
-Draw = Callable[[Any], Any]
 _LONG = 3000  # rows: enough that a tensor of them is not sent in one small message
 
 

@@ -1,16 +1,10 @@
 """Small models and their training on one process, which training on all ranks must equal."""
 
 from hashlib import sha256
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
-
-if TYPE_CHECKING:
-    pass
-
-Batch = tuple[Tensor, Tensor]  # inputs and targets, one row a sample
 
 INPUTS, HIDDEN, OUTPUTS = 5, 7, 3  # no multiples of 2 or 3, so that shards are uneven
 

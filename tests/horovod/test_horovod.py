@@ -39,7 +39,7 @@ def test_ragged():
     whole = hvd.allgather(x)
     assert whole[:, 0].tolist() == [r for r in range(size) for _ in range(r)]
     whole.sum().backward()
-    assert x.grad is not None and x.grad.tolist() == [[1, 1]] * rank
+    assert x.grad.tolist() == [[1, 1]] * rank
     rows = torch.tensor([10 * rank + dest for dest in range(size) for _ in range(dest)])
     got, splits = hvd.alltoall(rows, list(range(size)))
     assert got.tolist() == [10 * source + rank for source in range(size) for _ in range(rank)]
@@ -154,7 +154,7 @@ def test_gradients():
     for call, want in wanted.items():
         x = torch.ones(size, requires_grad=True)
         ((rank + 1) * call(x)).sum().backward()
-        assert x.grad is not None and x.grad.tolist() == pytest.approx(want)
+        assert x.grad.tolist() == pytest.approx(want)
 
 
 def test_an_optimizer_that_is_dropped_counts_no_more():

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from collective import Findings, assert_on_all_ranks
+from collective import assert_on_all_ranks
 from mpi4py import MPI
 
 import hpcdist as hd
@@ -26,9 +26,8 @@ def _peers(world):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_isend_and_send_keep_their_order(world):
+def test_isend_and_send_keep_their_order(findings, world):
     """What is begun in the background first comes first, whatever thread posts it."""
-    findings = Findings(world.comm)
     for turn in range(50):
         if world.rank == 0:
             handle = hd.isend(("first", turn, torch.zeros(100)), 1)
@@ -38,23 +37,12 @@ def test_isend_and_send_keep_their_order(world):
             found = hd.recv(0)[:2], hd.recv(0)
             findings.check(found == (("first", turn), ("second", turn)), found)
     findings.check(hd.concat([world.rank]) == list(range(world.world_size)), "the next call")
-    findings.settle()
 
 
-def test_any_source_and_any_tag(world):
-    findings, size = Findings(world.comm), world.world_size
-    handles = [hd.isend([world.rank] * 3, dest, tag=world.rank) for dest in range(size)]
-    got = sorted(hd.recv(with_source=True) for _ in range(size))
-    findings.check(got == [([rank] * 3, rank) for rank in range(size)], got)
-    for handle in handles:
-        handle.wait(30)
-    findings.settle()
-
-
-def test_many_in_flight(world):
+def test_many_in_flight(findings, world):
     """Receives that were asked for first get what comes first, also before one that waits in the foreground. A timeout
     does not end one."""
-    findings, (after, before) = Findings(world.comm), _peers(world)
+    (after, before) = _peers(world)
     receives = [hd.irecv(before) for _ in range(20)]
     with pytest.raises(TimeoutError, match="it continues"):
         receives[0].wait(0.01)
@@ -69,12 +57,10 @@ def test_many_in_flight(world):
         findings.check(handle.done() and handle.wait()[0] == turn, "a second wait")
     findings.check(last[0] == 20, last[0])
     findings.check([handle.wait(30) for handle in sends] == [None] * 21, "isend gives None")
-    findings.settle()
 
 
-def test_in_a_group_and_beside_the_users_messages(world):
+def test_in_a_group_and_beside_the_users_messages(findings, world):
     """Ranks are those of the group; what the user sends over the same communicator is not touched."""
-    findings = Findings(world.comm)
     comm = world.comm.Split(0, -world.rank)
     hd.concat([], group=comm)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -85,12 +71,10 @@ def test_in_a_group_and_beside_the_users_messages(world):
     theirs.wait()
     ours.wait(30)
     comm.Free()
-    findings.settle()
 
 
-def test_one_header_message_at_most(world, monkeypatch):
+def test_one_header_message_at_most(findings, world, monkeypatch):
     """A thousand small tensors are one message; each large one is one more, straight from its memory."""
-    findings = Findings(world.comm)
     sent = []
 
     class Spy:
@@ -117,7 +101,6 @@ def test_one_header_message_at_most(world, monkeypatch):
     handle.wait(30)
     findings.check(sent == ["header", "data", "data"], sent)
     monkeypatch.undo()
-    findings.settle()
 
 
 def test_wrong_arguments_are_told_here(world):
@@ -167,9 +150,8 @@ def test_pickles(world):
     assert_on_all_ranks(world.comm, hd.concat([1]) == [1] * world.world_size, "the next call")
 
 
-def test_interrupted_before_each_line(world):
+def test_interrupted_before_each_line(findings, world):
     """A handler that raises anywhere while a message is looked for costs nothing: the next receive gets it, once."""
-    findings = Findings(world.comm)
     after, before = _peers(world)
     interruptions = 0
     for line in range(80):
@@ -184,12 +166,10 @@ def test_interrupted_before_each_line(world):
     findings.check(interruptions > 25, f"{interruptions} lines")
     world.comm.Barrier()
     findings.check(world._context.unexpected._of_key.get(0, []) == [], "a message came twice")
-    findings.settle()
 
 
-def test_interrupted_behind_another_receive(world):
+def test_interrupted_behind_another_receive(findings, world):
     """What is received behind a receive in the background can be interrupted, too: the next one gets the message."""
-    findings = Findings(world.comm)
     after, before = _peers(world)
     other = hd.irecv(before, tag=9)
 
@@ -211,7 +191,6 @@ def test_interrupted_behind_another_receive(world):
     last_one = hd.isend("other", after, tag=9)
     findings.check(other.wait(30) == "other", "what was begun before")
     last_one.wait(30)
-    findings.settle()
 
 
 def _interrupted(step, after):
@@ -241,9 +220,8 @@ def _interrupted(step, after):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_what_a_freed_communicator_has_not_received(world):
+def test_what_a_freed_communicator_has_not_received(findings, world):
     """It is for nobody: the next communicator of the same ranks does not get it."""
-    findings = Findings(world.comm)
     after, before = _peers(world)
     for turn in range(2):
         comm = world.comm.Dup()
@@ -254,7 +232,6 @@ def test_what_a_freed_communicator_has_not_received(world):
         findings.check(got == f"first of {turn}", got)
         world.comm.Barrier()  # the second one has been sent
         comm.Free()
-    findings.settle()
 
 
 @pytest.mark.parametrize("envelope", ["right", "short", "longer than it is", "of a number that none has"])

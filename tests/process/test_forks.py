@@ -7,6 +7,8 @@ import sys
 import pytest
 from launch import mpirun
 
+pytestmark = pytest.mark.once
+
 BEFORE = """
     import multiprocessing, os, time
     import torch
@@ -74,7 +76,6 @@ CHILDREN = """
 """
 
 
-@pytest.mark.once
 def test_of_a_process_and_its_child_one_is_a_rank():
     """A child that was forked while MPI ran is refused, too."""
     job = mpirun(2, code=BEFORE.format(both=True) + CHILDREN)
@@ -86,12 +87,10 @@ def test_of_a_process_and_its_child_one_is_a_rank():
     assert sorted(lines) == sorted([*expected, "already", "parent", "finalized", "sent"] * 2), job.out
 
 
-@pytest.mark.once
 def test_the_child_alone_may_be_the_rank():
     assert mpirun(2, code=BEFORE.format(both=False)).out.count("child\n") == 2
 
 
-@pytest.mark.once
 def test_children_without_a_launcher_are_worlds_of_their_own():
     code = """
         import multiprocessing, os, torch, hpcdist as hd
@@ -106,7 +105,6 @@ def test_children_without_a_launcher_are_worlds_of_their_own():
     assert mpirun(0, code=code).out.count("child\n") == 4
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("variable", ["PMI_FD", ""])
 def test_a_process_that_can_be_no_rank_is_told_so(variable):
     """A program that a rank of MPICH's has started, without its connection to the launcher; and MPI that has ended."""

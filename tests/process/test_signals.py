@@ -3,6 +3,8 @@
 import pytest
 from launch import mpirun
 
+pytestmark = pytest.mark.once
+
 BEGIN = """
 import os, signal, sys, time, torch, hpcdist as hd
 world = hd.init()
@@ -23,7 +25,6 @@ def within(seconds, step):
 """
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("name", "call"), [("a plan of redistribute", "plan(x)"), ("concat", "hd.concat(x)"), ("finalize", "hd.finalize()")]
 )
@@ -44,7 +45,6 @@ print("next", hd.concat(x))
     assert "LateError: too late" in job.err
 
 
-@pytest.mark.once
 def test_outside_of_calls_and_sys_exit_in_a_handler():
     """recv waits where handlers run, and an error there, while nothing has come, costs nobody anything. Handlers of
     SIGTERM exit: the job ends with that status."""

@@ -10,6 +10,8 @@ from launch import mpirun, python, run, slowness
 
 import hpcdist
 
+pytestmark = pytest.mark.once
+
 LOST = {  # what a shell makes of standard output and error
     "ls": ("2>&1 | true", "> /dev/full"),
     "doctor": ("2>&1 | true", ">&-"),
@@ -17,7 +19,6 @@ LOST = {  # what a shell makes of standard output and error
 }
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("command", LOST)
 def test_a_command_goes_on_when_nobody_reads_it(command, tmp_path):
     """A reader that has gone, closed streams: as if it were read. A full disk is told, and is a failure."""
@@ -38,7 +39,6 @@ def test_a_command_goes_on_when_nobody_reads_it(command, tmp_path):
 COMMANDS = ("", ".concat", " doctor", " explain", ".gather", ".jobscript", " ls", ".split", ".stage_env")
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("command", COMMANDS)
 def test_ctrl_c_among_the_imports_prints_nothing(command, tmp_path):
     """Each command imports argparse, which sends the signal here. Where the signal is ignored, the command goes on."""
@@ -52,7 +52,6 @@ def test_ctrl_c_among_the_imports_prints_nothing(command, tmp_path):
     assert (ignored.out, ignored.status) == ("goes on\n", 0)
 
 
-@pytest.mark.once
 def test_ctrl_c_later_ends_a_command_with_130():
     """Alone and on two ranks, where the launcher has words of its own."""
     code = """
@@ -71,7 +70,6 @@ def test_ctrl_c_later_ends_a_command_with_130():
     assert "Traceback" not in two.err
 
 
-@pytest.mark.once
 def test_what_cannot_be_encoded_is_an_error():
     """It is not lost with status 0."""
     code = "from hpcdist.process import streams\nwith streams.printing('x'): print('a\\udcff'); print('b')"
@@ -111,7 +109,6 @@ CLOSED = {  # what is closed before init() and after it, how the job ends, its s
 }
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("closed", CLOSED)
 def test_a_job_without_standard_streams_ends_with_its_status(closed):
     """The reason has a way out still, unless the descriptors themselves are closed."""
@@ -121,7 +118,6 @@ def test_a_job_without_standard_streams_ends_with_its_status(closed):
     assert job.status == status and said in job.err, job
 
 
-@pytest.mark.once
 def test_many_threads_ask_who_is_gone_while_the_watch_ends():
     """And after it has ended: none of them fails, or waits for an answer that does not come."""
     code = """

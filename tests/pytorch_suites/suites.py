@@ -45,7 +45,6 @@ print(torch.__version__, vendor + " " + ".".join(map(str, number)), sep="\\n")
 """
 ALONE = 12  # tests of a suite that have a second try: where more fail, it is not for what the one before has left
 START = 300  # seconds until the first test starts
-Results = dict[str, dict[str, str]]
 
 
 def run(command, plan, deadline, ranks=1):

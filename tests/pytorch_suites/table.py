@@ -2,9 +2,7 @@
 
 import re
 from collections import Counter, defaultdict
-from typing import Any
 
-Results = dict[str, dict[str, Any]]
 OUTCOMES = ("passed", "failed", "skipped")
 HEAD = """# PyTorch's own test suites
 
@@ -30,11 +28,6 @@ CAUSES = {
     "test_noncontiguous_all_to_all_error": "expects an error for strided tensors, which work here",
     "test_split_group": "torch cannot split a Python backend's group if a rank is left out; the error says so",
 }
-
-
-Entry = tuple[
-    tuple[object, ...], str, str, str, Results
-]  # cells of its row, label and place of its tests, column, results
 
 
 def page(top, titles, columns, causes, entries, fold=sum):

@@ -10,8 +10,6 @@ import torch.distributed as dist
 
 from hpcdist.routes import c10d
 
-__all__ = ["STAND_IN"]
-
 
 class _Rules:
     """ProcessGroupNCCL as far as the routes use it, over a gloo group."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import EXTENTS, extents_of, starts, whole_of
-from collective import Findings, assert_on_all_ranks, change_settings, raises_on_all_ranks
+from collective import Findings, assert_on_all_ranks, change_settings, refused
 from nccl_rules import STAND_IN
 
 import hpcdist as hd
@@ -161,7 +161,7 @@ def _letter(source, dest, length):
 
 
 @pytest.mark.parametrize("most", [64, 0])
-def test_staged_stays_within_its_window(world, most, monkeypatch):
+def test_staged_stays_within_its_window(findings, world, most, monkeypatch):
     """What the inner route is given is never longer than the window, and every round is packed; a byte of each rank
     always fits."""
     monkeypatch.setattr(sizes, "WINDOW", most)
@@ -184,12 +184,10 @@ def test_staged_stays_within_its_window(world, most, monkeypatch):
     recv, mine, step = torch.zeros_like(messages), _part(messages, counts, world.rank), max(1, most // world.world_size)
     what = Vector(counts, starts(counts))
     select.Staged(Spy()).prepare(world._context.team, "allgatherv", what)(mine, recv)
-    findings = Findings(world.comm)
     findings.same(recv, messages, "allgatherv")
     findings.check(len(seen) == -(-max(counts) // step), f"{len(seen)} rounds")
     within = all(send <= step and recv <= step * world.world_size for send, recv in seen)
     findings.check(within, f"windows exceeded: {seen}")
-    findings.settle()
 
 
 def test_which_route_is_taken(world):
@@ -208,13 +206,11 @@ def test_nccl_without_a_gpu_for_each_rank(world):
     if world.settings.own_gpus:
         assert c10d.NCCL.missing(world._context.team) is None
         return
-    error = raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.concat(torch.zeros(2), route="nccl"))
-    assert_on_all_ranks(world.comm, sorted(error.problems) == list(range(world.world_size)), error)
-    assert_on_all_ranks(world.comm, "needs a GPU of its own for each rank" in str(error), error)
-    assert_on_all_ranks(world.comm, "use route mpi or auto" in str(error), error)
+    text = "route nccl needs a GPU of its own for each rank and a torch with NCCL; use route mpi or auto"
+    refused(world, text, hd.concat, torch.zeros(2), route="nccl", ranks=range(world.world_size))
 
 
-def test_the_staging_folder(world, tmp_path, monkeypatch):
+def test_the_staging_folder(findings, world, tmp_path, monkeypatch):
     """The files are in it while a call runs, readable by their user alone, and gone afterwards; leftovers are swept."""
     folder = Path(world.comm.bcast(str(tmp_path)))
     change_settings(monkeypatch, world, staging=str(folder))
@@ -229,12 +225,10 @@ def test_the_staging_folder(world, tmp_path, monkeypatch):
         lambda p: (seen.append((os.path.realpath(p.path), os.stat(p.path).st_mode & 0o777)), check(p)),
     )
     whole = hd.concat(torch.full((2,), world.rank), route="hdf5")
-    findings = Findings(world.comm)
     findings.same(whole, torch.arange(world.world_size).repeat_interleave(2), "concat")
     findings.check(len(seen) == 1 and Path(seen[0][0]).parent == folder and seen[0][1] == 0o600, seen)
     world.comm.Barrier()
     findings.check(os.listdir(folder) == [], os.listdir(folder))
-    findings.settle()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -242,17 +236,16 @@ def test_a_staging_folder_that_cannot_be_used(world, tmp_path, monkeypatch):
     """Missing, not shared, full: the same error everywhere, nothing left, and the next call succeeds."""
     folder, x = Path(world.comm.bcast(str(tmp_path))), torch.ones(3)
 
-    def refused(text):
-        error = raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.concat(x, route="hdf5"))
-        assert_on_all_ranks(world.comm, text in str(error), error)
+    def fails(text):
+        refused(world, text, hd.concat, x, route="hdf5")
         assert_on_all_ranks(world.comm, os.listdir(folder) == [], os.listdir(folder))
 
     change_settings(monkeypatch, world, staging=str(folder / "none"))
-    refused("the staging folder: no such folder")
+    fails("the staging folder: no such folder")
     change_settings(monkeypatch, world, staging=str(folder))
     if world.rank == world.world_size - 1:
         monkeypatch.setattr(hdf5_files, "patiently", lambda look: "another file by that name on this rank")
-    refused("the folder is not shared by all nodes")
+    fails("the folder is not shared by all nodes")
     monkeypatch.undo()
     change_settings(monkeypatch, world, staging=str(folder))
     write = plain.write_at
@@ -261,6 +254,6 @@ def test_a_staging_folder_that_cannot_be_used(world, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(plain, "write_at", full if world.rank == world.world_size - 1 else write)
-    refused("No space left on device")
+    fails("No space left on device")
     monkeypatch.setattr(plain, "write_at", write)
     assert_on_all_ranks(world.comm, len(hd.concat(x, route="hdf5")) == 3 * world.world_size)

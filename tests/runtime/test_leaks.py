@@ -26,7 +26,6 @@ KINDS = [
 def leaks():
     path = Path(__file__).parents[2] / "benchmarks" / "leaks.py"
     spec = importlib.util.spec_from_file_location("leaks", path)
-    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["leaks"] = module
     spec.loader.exec_module(module)

@@ -365,7 +365,7 @@ def test_torchrun_for_real(tmp_path):
 
 def test_ranks_that_share_a_gpu_are_named():
     assert shared_gpu(["GPU-a", "GPU-b", None]) is None
-    text = shared_gpu(["GPU-a", "GPU-b", "GPU-a"]) or ""
+    text = shared_gpu(["GPU-a", "GPU-b", "GPU-a"])
     assert "ranks 0 and 2 share one GPU (GPU-a)" in text and "backend='gloo'" in text
 
 

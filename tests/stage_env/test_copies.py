@@ -66,7 +66,7 @@ def test_what_a_killed_job_has_left_is_removed(packer, folder):
     """
     text = "\n".join(line.strip() for line in code.splitlines())
     with subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as job:
-        assert job.stdout is not None and job.stdout.readline() == b"done\n"
+        assert job.stdout.readline() == b"done\n"
         copy = Copy(folder, packer.source, "")
         assert not copy.prepare()
         assert len(_kept(folder)) == 2

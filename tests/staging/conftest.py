@@ -1,23 +1,14 @@
-"""The writers that can be used here, and verdicts on calls that must fail."""
+"""The writers that can be used here, and verdicts on files."""
 
 import os
 
 import pytest
 import torch
-from collective import Findings, assert_on_all_ranks, change_settings, raises_on_all_ranks
+from collective import assert_on_all_ranks, change_settings
 
-import hpcdist as hd
 from hpcdist.staging import drivers
 
 WRITERS = [name for name in ("mpio", "posix") if drivers.missing(name) is None]
-
-
-@pytest.fixture
-def findings(world):
-    """What a test finds wrong, told when it has ended: the verdict is that of all ranks."""
-    found = Findings(world.comm)
-    yield found
-    found.settle()
 
 
 @pytest.fixture(params=[1, 2], ids=["one node", "two nodes"])
@@ -27,22 +18,6 @@ def comm(request, world, monkeypatch):
     comm = world.comm.Dup()
     yield comm
     comm.Free()
-
-
-def refused(
-    world,
-    text,
-    call,
-    *args,
-    ranks=None,
-    what="",
-    **options,
-):
-    """The error of a call, the same on every rank, with this text in it, and from these ranks."""
-    error = raises_on_all_ranks(world.comm, hd.RankError, lambda: call(*args, **options))
-    right = text in str(error) and (ranks is None or sorted(error.problems) == list(ranks))
-    assert_on_all_ranks(world.comm, right, f"{what}: {error}")
-    return error
 
 
 def holds(world, folder, *names):

@@ -10,7 +10,8 @@ import h5py
 import pytest
 import torch
 from cases import DTYPES, copy_of, extents_of, part, whole_of
-from conftest import holds, refused
+from collective import refused
+from conftest import holds
 from launch import mpirun
 
 import hpcdist as hd

@@ -3,7 +3,6 @@
 import gc
 import itertools
 import os
-import warnings
 
 import h5py
 import pytest
@@ -23,7 +22,8 @@ from hpcdist.staging import dcp as hdf5_dcp
 from hpcdist.staging.dcp import HDF5Reader, HDF5Writer
 from hpcdist.staging.drivers import PartFile
 
-pytestmark = pytest.mark.mpi
+# DCP says that it assumes one process, and torch that a class of its own is deprecated.
+pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore")]
 
 SMALL = 64  # bytes: a window that leaves every tensor in several pieces
 
@@ -57,14 +57,6 @@ def _clonable(x):
 PLAIN = {str(dtype).removeprefix("torch."): whole_of((2, 3), dtype) for dtype in DTYPES}
 PLAIN |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 4)}
 PLAIN = {name: x for name, x in PLAIN.items() if _clonable(x)}
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    """DCP says that it assumes one process, and torch that a class of its own is deprecated."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def sharded(whole, mesh, placement, zero=False):

@@ -1,7 +1,6 @@
 """dcp.async_save beside staging's own functions on the same file: in the order of the calls, whole, and to the end."""
 
 import threading
-import warnings
 
 import pytest
 import torch
@@ -13,13 +12,7 @@ from hpcdist.formats.known import describe
 from hpcdist.staging.dcp import HDF5Reader, HDF5Writer
 
 mpi = pytest.mark.mpi
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Slow(HDF5Writer):

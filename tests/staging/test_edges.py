@@ -10,8 +10,8 @@ from unittest.mock import Mock
 import h5py
 import pytest
 import torch
-from collective import assert_on_all_ranks
-from conftest import WRITERS, holds, refused, same
+from collective import assert_on_all_ranks, refused
+from conftest import WRITERS, holds, same
 from safetensors.torch import save_file
 
 import hpcdist as hd

@@ -10,8 +10,8 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from collective import assert_on_all_ranks
-from conftest import WRITERS, holds, refused, same
+from collective import assert_on_all_ranks, refused
+from conftest import WRITERS, holds, same
 
 import hpcdist as hd
 from hpcdist import staging
@@ -64,6 +64,7 @@ MISTAKES = [
     (load, {"out": torch.empty(2, 2)}, "out has shape (2, 2), expected (3, 2)"),
     (load, {"out": X}, "out has dtype torch.int64, expected torch.float32, that of 'data' in the file"),
     (load, {"box": ((0, 0), (4, 2))}, "box is (offset (0, 0), shape (4, 2)), which is not in shape (3, 2)"),
+    *((load, {"box": box}, "not in shape (3, 2)") for box in (((-1, 0), (1, 2)), ((0,), (1,)), ((0, 0), (2**70, 1)))),
     (load, {"device": "cuda:99"}, ""),
     (open_, {"attrs": 5}, ""),
     (open_, {"window": 0}, "window is 0"),
@@ -115,6 +116,8 @@ def test_ranks_that_differ(world, folder, monkeypatch):
         holds(world, folder)
     monkeypatch.undo()
     refused(world, "called ", lambda: save(folder) if world.rank else hd.concat(X))
+    save(folder, "old.h5")
+    refused(world, "verify is True, where rank 0 has None", load, folder, ranks=[last(world)], verify=odd or None)
 
 
 def damage(folder):

@@ -9,7 +9,7 @@ import h5py
 import pytest
 import torch
 from cases import whole_of
-from conftest import refused
+from collective import refused
 
 import hpcdist as hd
 from hpcdist import staging
@@ -141,16 +141,3 @@ def test_a_rank_that_cannot_read(comm, findings, world, folder, monkeypatch):
     if world.rank == last:
         monkeypatch.setattr(plain, "read_at", fail)
     refused(world, "mine", load, ranks=[last])
-
-
-OUTSIDE = [((1,), (3,)), ((-1,), (1,)), ((0, 0), (1, 1)), ((2**70,), (0,)), ((), ())]
-
-
-def test_wrong_arguments(world, folder):
-    staging.save(folder / "x.h5", torch.arange(3), None)
-    for wrong, text in (
-        *[({"dim": 0, "box": box}, "which is not in shape (3,)") for box in OUTSIDE],
-        *[({"verify": True}, "verify is True, where rank 0 has None")][: world.world_size - 1],
-    ):
-        odd = "box" in wrong or world.rank == world.world_size - 1
-        refused(world, text, staging.load, folder / "x.h5", **{"dim": None, **(wrong if odd else {})})

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from cases import whole_of
-from conftest import holds, refused
+from collective import refused
+from conftest import holds
 from safetensors.torch import load_file, save, save_file
 
 import hpcdist as hd

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from cases import load
-from collective import assert_on_all_ranks
-from conftest import holds, refused, same
+from collective import assert_on_all_ranks, refused
+from conftest import holds, same
 
 from hpcdist import staging
 from hpcdist.errors import FileError, HpcdistError
@@ -123,10 +123,9 @@ def test_sizes_and_values_that_nothing_can_have(world, folder):
         *([(one.expand(2**63 - 1), {}, "no file has more than")] * (last > 0)),  # a sum beyond int64
     ]
     errors = [refused(world, text, staging.save, folder / "y.h5", x, **options) for x, options, text in saves]
-    for at, shape in (((2**70, 0), (1, 1)), ((0, 0), (2**70, 1)), ((-1, 0), (1, 1))):
-        errors.append(refused(world, "is not in shape", staging.load, folder / "x.h5", box=(at, shape)))
-        with staging.open(folder / "x.h5") as file, pytest.raises(ValueError, match="is not in shape"):
-            file.read("x", at, shape)
+    errors.append(refused(world, "is not in shape", staging.load, folder / "x.h5", box=((2**70, 0), (1, 1))))
+    with staging.open(folder / "x.h5") as file, pytest.raises(ValueError, match="is not in shape"):
+        file.read("x", (2**70, 0), (1, 1))
     errors.append(refused(world, "counts", staging.load, folder / "x.h5", counts=[2**70] * world.world_size))
     assert_on_all_ranks(world.comm, all(len(str(e).splitlines()) <= 1 + world.world_size for e in errors), errors)
     holds(world, folder, "x.h5")

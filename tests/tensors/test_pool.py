@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing
-from collective import Findings
 from torch import Tensor
 
 import hpcdist as hd
 from hpcdist.process import machine
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import DTYPES, as_bytes
+
+pytestmark = pytest.mark.once
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -74,7 +75,6 @@ KEEPERS = {
 ARRAYS = ("a numpy array", "a view of a numpy array", "a memoryview")
 
 
-@pytest.mark.once
 def test_what_was_an_array_serves_where_nothing_is_resized(own):
     for turn in range(4):
         x = pool.empty([MIB], torch.uint8, CPU, fixed=True)
@@ -85,7 +85,6 @@ def test_what_was_an_array_serves_where_nothing_is_resized(own):
     assert _new().resize_(3 * MIB).numel() == 3 * MIB and own.made == 2
 
 
-@pytest.mark.once
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("name", KEEPERS)
 def test_what_keeps_a_block(own, name):
@@ -105,7 +104,6 @@ def test_what_keeps_a_block(own, name):
     assert own.reused == expected
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_block_serves_again(own, dtype):
     x = pool.empty((1024, 512), torch.float32, CPU)
@@ -123,7 +121,6 @@ def test_a_block_serves_again(own, dtype):
 # --- blocks that change hands ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "change",
     [
@@ -145,7 +142,6 @@ def test_a_block_that_is_not_what_it_was(own, change):
     assert _new(4 * MIB).fill_(6).eq(6).all() and own.reused == 0
 
 
-@pytest.mark.once
 def test_a_forked_child(own):
     """Neither process disturbs the memory of the other; in the child the pool is empty."""
     held, idle = _new().fill_(1), _new().fill_(2)
@@ -173,7 +169,6 @@ def test_a_forked_child(own):
     os.close(ours), os.close(theirs)
 
 
-@pytest.mark.once
 def test_a_child_that_is_forked_while_a_thread_has_the_lock():
     began, end = threading.Event(), threading.Event()
 
@@ -193,7 +188,6 @@ def test_a_child_that_is_forked_while_a_thread_has_the_lock():
     assert child.exitcode == 0
 
 
-@pytest.mark.once
 def test_threads(own):
     """Each fills and checks its own tensors, while others sweep and clear."""
     wrong = []
@@ -230,7 +224,6 @@ def test_threads(own):
     assert own.total == own.stats()["idle_bytes"] + own.stats()["in_use_bytes"] <= own.limit
 
 
-@pytest.mark.once
 def test_a_signal_handler_that_interrupts_the_pool(own):
     """It gets memory of its own, even if it comes between finding a block and making a tensor on it."""
     got = []
@@ -256,7 +249,6 @@ def test_a_signal_handler_that_interrupts_the_pool(own):
 # --- sizes, bound, order ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.once
 def test_ragged_sizes_find_a_block(own):
     sizes = [4 * MIB + 1000 * i for i in (3, 60, 17, 200, 4, 120)]  # all in one class
     for size in sizes:
@@ -267,7 +259,6 @@ def test_ragged_sizes_find_a_block(own):
     assert all(n <= pool._class_of(n) < n * 17 / 16 for n in (1, 2, 3, 31, 32, 33, MIB, MIB + 1, 2**40 - 1, 2**40))
 
 
-@pytest.mark.once
 def test_one_size_has_no_slack(own):
     """So that torch.save, which writes the whole storage, writes no more."""
     for i in range(3):
@@ -280,7 +271,6 @@ def test_one_size_has_no_slack(own):
         assert torch.load(io.BytesIO(file.getbuffer())).eq(i).all()
 
 
-@pytest.mark.once
 def test_the_bound_drops_what_was_used_longest_ago(own):
     first = _new(20 * MIB).fill_(1)
     second = _new(24 * MIB).fill_(2)
@@ -299,7 +289,6 @@ def test_the_bound_drops_what_was_used_longest_ago(own):
     assert hd.memory.memory_stats()["idle_bytes"] == 0 and own.total == 30 * MIB and third.eq(3).all()
 
 
-@pytest.mark.once
 def test_a_block_does_not_serve_while_the_kernel_frees_it(own, monkeypatch):
     """Another thread may take a block meanwhile: what it writes must not be freed."""
     address, served = _new().data_ptr(), []
@@ -316,7 +305,6 @@ def test_a_block_does_not_serve_while_the_kernel_frees_it(own, monkeypatch):
     assert address in [x.data_ptr() for x in later]
 
 
-@pytest.mark.once
 def test_the_kernel_takes_what_is_idle(own):
     """After some seconds its pages become ones that the kernel can take, and those in use stay what they are."""
     used, idle = _new(16 * MIB).fill_(1), _new(8 * MIB).fill_(2)
@@ -335,7 +323,6 @@ def _lazy():
     return int(found.split()[1]) * 1024
 
 
-@pytest.mark.once
 def test_memory_that_is_short(own, monkeypatch):
     """The idle blocks are freed before it is an error."""
     _new(8 * MIB), _new(4 * MIB)
@@ -356,7 +343,6 @@ def test_memory_that_is_short(own, monkeypatch):
     assert _new(32 * MIB).numel() == 32 * MIB
 
 
-@pytest.mark.once
 def test_a_torch_that_counts_otherwise(monkeypatch):
     numbers = itertools.count()
     for count in (lambda handle: next(numbers), None):
@@ -375,7 +361,6 @@ def test_a_torch_that_counts_otherwise(monkeypatch):
     assert pool.problem() == ""
 
 
-@pytest.mark.once
 def test_the_limit():
     assert pool.limit_of(None, 2**30) == pool.limit_of("", 2**30) == 2**27
     assert [pool.limit_of(text, 1) for text in ("0", "100", "2G", "512MiB")] == [0, 100, 2**31, 2**29]
@@ -427,9 +412,8 @@ def _calls(world, folder):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("held", [1, 3])
-def test_results_of_repeated_calls(world, folder, held):
+def test_results_of_repeated_calls(findings, world, folder, held):
     """While earlier ones are held."""
-    findings = Findings(world.comm)
     hd.memory.empty_cache()
     before = hd.memory.memory_stats()["num_reuses"]
     for name, (call, want) in _calls(world, folder).items():
@@ -438,15 +422,13 @@ def test_results_of_repeated_calls(world, folder, held):
             results = [*results, (i, call(i))][-held:]
             for j, result in results:
                 expected = want(j)
-                right = result is None if expected is None else result is not None and torch.equal(result, expected)
+                right = result is None if expected is None else torch.equal(result, expected)
                 findings.check(right, f"{name}: result {j} after call {i}")
     findings.check(hd.memory.memory_stats()["num_reuses"] > before, hd.memory.memory_stats())
-    findings.settle()
 
 
 @pytest.mark.mpi
-def test_the_watching_thread_sweeps(world):
-    findings = Findings(world.comm)
+def test_the_watching_thread_sweeps(findings):
     hd.memory.empty_cache()
     for _ in range(2):
         hd.concat(torch.ones(2 * MIB, dtype=torch.uint8))
@@ -458,4 +440,3 @@ def test_the_watching_thread_sweeps(world):
     stats = hd.memory.memory_stats()
     findings.check(idle and all(block.lazy for block in idle), stats)
     findings.check(stats["problem"] == "", stats)
-    findings.settle()

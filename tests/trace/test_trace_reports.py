@@ -19,7 +19,6 @@ pytestmark = pytest.mark.once
 JOB = "20261125T021530-1a2b3c4d"
 START = 1_795_572_641_423_831_342  # ns
 CONCAT = "concat at train.py:12 (mpi)"
-Rows = list[list[int | None]]
 CALLS = [["concat", "train.py:12", "mpi"], ["gather", "train.py:15", ""], ["send", "", "mpi"]]
 
 

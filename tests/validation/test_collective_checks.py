@@ -14,13 +14,16 @@ import numpy as np
 import pytest
 import torch
 from cases import whole_of
-from collective import Findings, assert_on_all_ranks, raises_on_all_ranks
+from collective import assert_on_all_ranks, refused
 
 import hpcdist as hd
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError
 
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:.*nested")]
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:.*nested", "ignore:.*MaskedTensor"),
+]
 
 ROWS = 2  # of every shard; the whole has this many a rank
 
@@ -113,6 +116,7 @@ CONCAT = [
     *(("route", x, "expected one of auto, nccl, gloo, mpi") for x in ("", None, ["mpi"], np.array(["mpi", "gloo"]))),
     ("x", _X.to_sparse_csr(), "got layout torch.sparse_csr"),
     ("x", _X.to_mkldnn(), "got layout torch._mkldnn"),
+    ("x", lambda w: torch.masked.masked_tensor(_X, _X.bool()), "MaskedTensor"),
     ("x", torch.nested.nested_tensor([torch.zeros(2)]), "x must be a dense tensor"),
     ("x", torch.quantize_per_tensor(_X, 1.0, 0, torch.qint8), r"got layout torch.strided \(quantized\)"),
     *((name, x(), "") for name in ("x", "out") for x in (_Wrapper, lambda: torch._efficientzerotensor((3,)))),
@@ -176,22 +180,18 @@ def test_a_mistake_of_one_rank_and_of_all(world, mistake):
             changes = {mistake.name: value} if at_fault else {}
             if isinstance(changes.get("x"), dict):  # without counts there is no number of rows that is too small
                 changes["counts"] = [ROWS] * size
-            error = raises_on_all_ranks(
-                world.comm, hd.RankError, lambda c=changes, r=root: _call(world, mistake.verb, r, c)
-            )
-            _check_error(world, error, mistake.verb, named, mistake.told)
+            _check(world, mistake.verb, named, mistake.told, _call, world, mistake.verb, root, changes)
     _others_work(world)
 
 
-def _check_error(world, error, verb, named, told):
-    findings = Findings(world.comm)
-    findings.check(list(error.problems) == named, f"named {list(error.problems)}, expected {named}: {error}")
-    findings.check(error.verb == verb, f"verb is {error.verb}")
-    findings.check(f"{verb}() was refused on all ranks" in str(error), str(error))
-    for rank, problem in error.problems.items():
-        findings.check(re.search(told, problem), f"expected {told!r} in {problem!r}")
-        findings.check(f"rank {rank}: {problem}" in str(error), str(error))
-    findings.settle()
+def _check(world, verb, named, told, call, *args):
+    """A call is refused for what is `told`, a regular expression, of the ranks that are named."""
+    error = refused(world, f"{verb}() was refused on all ranks", call, *args, ranks=named)
+    right = [
+        re.search(told, problem) and f"rank {rank}: {problem}" in str(error) for rank, problem in error.problems.items()
+    ]
+    assert_on_all_ranks(world.comm, error.verb == verb and all(right), f"expected {told!r} in {error}")
+    return error
 
 
 # --- mistakes that only show between ranks ---------------------------------------------------------------------------
@@ -225,10 +225,9 @@ def test_ranks_that_differ(world, verb, name, values, what, texts):
         usual = max(variants, key=lambda v: (variants.count(v), v == variants[0]))
         named = [rank for rank, variant in enumerate(variants) if variant != usual]
         changes = {name: values[variants[world.rank]]}
-        error = raises_on_all_ranks(world.comm, hd.RankError, lambda c=changes: _call(world, verb, 0, c))
         where = [str(rank) for rank, variant in enumerate(variants) if variant == usual]
         expected = rf"{re.escape(what + texts[1 - usual])}, where ranks? {', '.join(where)} ha(s|ve) "
-        _check_error(world, error, verb, named, expected + re.escape(texts[usual]))
+        _check(world, verb, named, expected + re.escape(texts[usual]), _call, world, verb, 0, changes)
         _others_work(world)
 
 
@@ -249,8 +248,7 @@ def test_roots_of_split_that_differ(world):
         x = torch.zeros(size, 3) if mine == world.rank else None
         usual = Counter(believed).most_common(1)[0][0]
         named = [rank for rank, root in enumerate(believed) if root != usual]
-        error = raises_on_all_ranks(world.comm, hd.RankError, lambda x=x, mine=mine: hd.split(x, root=mine))
-        _check_error(world, error, "split", named, rf"root is \d, where ranks? [\d, ]+ ha(s|ve) {usual}")
+        _check(world, "split", named, rf"root is \d, where ranks? [\d, ]+ ha(s|ve) {usual}", hd.split, x, 0, mine)
         _others_work(world)
 
 
@@ -271,8 +269,7 @@ def test_an_out_of_split_that_does_not_fit_what_the_root_sends(world, out, told)
         others = [rank for rank in range(size) if rank != root]
         for guilty in [{rank} for rank in others] + [set(others)]:
             changes = {"out": out} if world.rank in guilty else {}
-            error = raises_on_all_ranks(world.comm, hd.RankError, lambda c=changes, r=root: _call(world, "split", r, c))
-            _check_error(world, error, "split", sorted(guilty), told)
+            _check(world, "split", sorted(guilty), told, _call, world, "split", root, changes)
             _others_work(world)
 
 
@@ -284,8 +281,7 @@ def test_counts_that_differ(world):
     for theirs in ([ROWS - 1] * size, [ROWS], "chunk"):
         for rank in range(1, size):
             counts = [ROWS] * size if world.rank == 0 else theirs if world.rank == rank else None
-            error = raises_on_all_ranks(world.comm, hd.RankError, lambda counts=counts: hd.split(x, counts=counts))
-            _check_error(world, error, "split", [rank], r"counts is .*, where rank 0 has \(2, 2")
+            _check(world, "split", [rank], r"counts is .*, where rank 0 has \(2, 2", hd.split, x, 0, 0, counts)
     _others_work(world)
 
 
@@ -310,11 +306,10 @@ def test_different_verbs(world):
     size = world.world_size
     for (one, other), odd in itertools.product(itertools.permutations(verbs, 2), range(size)):
         called = [other if rank == odd else one for rank in range(size)]
-        error = raises_on_all_ranks(world.comm, hd.RankError, verbs[called[world.rank]])
         usual = called[0] if size == 2 else one
         named = [rank for rank, verb in enumerate(called) if verb != usual]
         told = rf"called {other if usual == one else one}\(\), where ranks? [\d, ]+ called {usual}\(\)"
-        _check_error(world, error, called[0], named, told)
+        _check(world, called[0], named, told, verbs[called[world.rank]])
     _others_work(world)
 
 
@@ -322,10 +317,8 @@ def test_different_verbs(world):
 def test_a_mistake_and_a_difference_at_once(world):
     """Each rank is told its own."""
     x = {0: [print], 1: torch.zeros(2, dtype=torch.float64)}.get(world.rank, torch.zeros(2))
-    error = raises_on_all_ranks(world.comm, hd.RankError, lambda: hd.concat(x))
     expected = [0] if world.world_size == 2 else [0, 1] if world.world_size > 3 else [0, 2]
-    assert_on_all_ranks(world.comm, list(error.problems) == expected, error)
-    assert_on_all_ranks(world.comm, "x[0] is a builtins.builtin_function" in error.problems[0], error)
+    refused(world, "rank 0: x[0] is a builtins.builtin_function", hd.concat, x, ranks=expected)
     _others_work(world)
 
 
@@ -386,8 +379,7 @@ def test_an_error_on_one_rank_is_everyones(world, error, told, exchange):
     results = exchange(world.comm, "name", step)
     expected = 7 if on_root else [10 * rank + 7 for rank in range(world.world_size)]
     assert_on_all_ranks(world.comm, (results, len(ran)) == (expected, not on_root or world.rank == 0), (results, ran))
-    caught = raises_on_all_ranks(world.comm, hd.RankError, lambda: exchange(world.comm, "open", lambda: step(True)))
-    _check_error(world, caught, "open", [0], told)
+    caught = _check(world, "open", [0], told, exchange, world.comm, "open", lambda: step(True))
     kept = caught.__cause__ is (error if world.rank == 0 else None)  # with its traceback
     assert_on_all_ranks(world.comm, kept, caught.__cause__)
 

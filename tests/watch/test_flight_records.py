@@ -4,7 +4,7 @@ import io
 import logging
 import pickle
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,8 @@ from torch.distributed.flight_recorder.components import fr_logger
 from hpcdist.activity import ANYBODY, NOBODY, Entry, ThreadStatus
 from hpcdist.watch import flight_records
 from hpcdist.watch.hang_table import Report
+
+pytestmark = pytest.mark.once
 
 WORLD, EVEN = 11, 12
 PEERS = {WORLD: [0, 1, 2], EVEN: [0, 2]}
@@ -44,9 +46,6 @@ def busy(entry, tensors="", last=None):
 
 def idle(last):
     return ThreadStatus(1, None, last, 0.0)
-
-
-Analyse = Callable[..., str]
 
 
 @pytest.fixture
@@ -149,7 +148,6 @@ def hang(np, tmp_path, **env):
     return [Path(name) for name in dict.fromkeys(re.findall(r"flight records: torchfrtrace (\S+)", job.err))], job.err
 
 
-@pytest.mark.once
 def test_a_job_that_hangs_names_its_records(tmp_path):
     """In the folder of traces. The rank that writes is not in a group in which another one hangs."""
     (folder,), _ = hang(3, tmp_path, HPCDIST_TRACE="traces")
@@ -162,7 +160,6 @@ def test_a_job_that_hangs_names_its_records(tmp_path):
     assert re.search(r"all_reduce\(\) at <string>:\d+", said)
 
 
-@pytest.mark.once
 def test_in_a_folder_of_the_users_with_what_torch_has_recorded_itself(tmp_path):
     folders, err = hang(2, tmp_path)
     assert folders[0].parent.parent == tmp_path

@@ -206,7 +206,6 @@ def test_calls_that_take_long_and_a_signal_that_prints_the_table(tmp_path):
 
 def _lines(job, begin, count):
     """Wait until the job has printed so many lines that begin so."""
-    assert job.stdout is not None
     found = []
     while len(found) < count:
         line = job.stdout.readline()

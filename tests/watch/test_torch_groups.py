@@ -1,7 +1,6 @@
 """The calls of torch's own groups in the record: by made-up hooks with any torch, and by its own from 2.14 on."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,9 +27,6 @@ class Made:
     def _get_backend(self, device):
         options = SimpleNamespace(_timeout=SimpleNamespace(total_seconds=lambda: 8.0))
         return SimpleNamespace(name=lambda: self._backends[device.type], options=options)
-
-
-Calls = Callable[[dict[str, str]], TorchGroup]
 
 
 @pytest.fixture
@@ -73,7 +69,6 @@ def test_a_call_on_the_cpu_lasts_until_its_work_is_done(calls):
     assert record.patient  # it may be refused
     group.end(hook(work=work))
     call = record.current()
-    assert call is not None
     assert (call.team, call.number, call.text.split(" at ")[0]) == (group.number, 1, "all_reduce() of gloo")
     assert (record.patient, record.limit, activity.shortest, activity.peers[group.number]) == (False, 6.0, 6.0, [0, 1])
     record.settle()
@@ -107,7 +102,6 @@ def test_messages_have_no_deadline(calls):
         group.begin(hook("RECV", root=root))
         group.end(hook("RECV", work=Work()))
         call = activity.thread_records[0].current()
-        assert call is not None
         assert (call.number, call.text.split(" at ")[0]) == (number, "recv() of gloo")
         assert activity.thread_records[0].patient
 

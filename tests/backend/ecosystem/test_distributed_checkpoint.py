@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor, zeros
 from training import batches, check_close, mlp, shard_of, train
 
 pytestmark = pytest.mark.mpi
@@ -30,58 +29,6 @@ class _Part:
             self.mesh = DeviceMesh.from_group(self.group, "cpu")
 
 
-def _parts(world):
-    size = world.world_size
-    return {
-        "all": _Part(world, range(size)),
-        "first": _Part(world, [0]),
-        "some": _Part(world, range(max(1, size - 1))),
-    }
-
-
-def _whole():
-    return {
-        "rows": torch.arange(35, dtype=torch.float64).view(7, 5),
-        "columns": torch.arange(15, dtype=torch.int32).view(3, 5),
-        "half": torch.arange(11, dtype=torch.bfloat16),
-        "empty": torch.empty(0, 3),
-    }
-
-
-PLACEMENTS = {  # as it is saved and as it is loaded
-    "rows": (Shard(0), Shard(1)),
-    "columns": (Shard(1), Replicate()),
-    "half": (Replicate(), Shard(0)),
-    "empty": (Shard(0), Shard(0)),
-}
-
-
-@pytest.mark.parametrize(("saving", "loading"), [("all", "first"), ("some", "all")])
-def test_another_number_of_ranks(world, findings, folder, saving, loading):
-    parts, whole = _parts(world), _whole()
-    writer, reader = parts[saving], parts[loading]
-    if writer.member:
-        state = {
-            name: distribute_tensor(whole[name], writer.mesh, [start], src_data_rank=None)
-            for name, (start, _) in PLACEMENTS.items()
-        }
-        steps = {"steps": 7, "names": ["a", "b"], "plain": torch.full((2,), 5.0)}
-        dcp.save({"model": state, **steps}, checkpoint_id=folder / "saved", process_group=writer.group)
-    world.comm.Barrier()
-    if reader.member:
-        state = {
-            name: zeros(whole[name].shape, dtype=whole[name].dtype, device_mesh=reader.mesh, placements=[end])
-            for name, (_, end) in PLACEMENTS.items()
-        }
-        loaded = {"model": state, "steps": 0, "names": [], "plain": torch.zeros(2)}
-        dcp.load(loaded, checkpoint_id=folder / "saved", process_group=reader.group)
-        for name, x in state.items():
-            findings.same(x.full_tensor(), whole[name], name)
-        findings.check((loaded["steps"], loaded["names"]) == (7, ["a", "b"]), loaded)
-        findings.same(loaded["plain"], torch.full((2,), 5.0), "a tensor that all have")
-    findings.checked += 1
-
-
 def _trained(world, part, model):
     """A sharded model, with an optimizer's state, after two steps."""
     fully_shard(model, mesh=part.mesh)
@@ -93,8 +40,7 @@ def _trained(world, part, model):
 
 def test_training_goes_on_with_fewer_ranks(world, findings, folder):
     """Model and optimizer of fully_shard. async_save writes in a thread, while the ranks use the same group."""
-    parts = _parts(world)
-    writer, reader = parts["all"], parts["some"]
+    writer, reader = (_Part(world, range(size)) for size in (world.world_size, max(1, world.world_size - 1)))
     model = mlp()
     optimizer = _trained(world, writer, model)
     weights, moments = get_state_dict(model, optimizer)
@@ -129,9 +75,8 @@ def test_training_goes_on_with_fewer_ranks(world, findings, folder):
 
 def test_a_whole_state_dict_from_and_to_rank_0(world, findings):
     """full_state_dict gathers to rank 0; broadcast_from_rank0 distributes what it alone has read."""
-    part = _parts(world)["all"]
     model, alone = mlp(seed=4), mlp(seed=4)
-    fully_shard(model, mesh=part.mesh)
+    fully_shard(model, mesh=_Part(world, range(world.world_size)).mesh)
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     findings.check(bool(whole) == (world.rank == 0), f"rank {world.rank} has {list(whole)}")
     if world.rank == 0:

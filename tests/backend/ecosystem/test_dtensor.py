@@ -74,19 +74,3 @@ def test_rank_0_distributes(world, findings, shape):
         check_close(findings, [got.to_local()], [expected], str(placement))
         got = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
         check_close(findings, [got.to_local()], [expected], f"{placement}, each its own")
-
-
-def test_two_dimensions(world, findings):
-    """Every pair of placements into every other pair, on a mesh of 2 x n/2 where that is whole, else n x 1."""
-    size = world.world_size
-    rows = 2 if size % 2 == 0 else size
-    mesh = init_device_mesh("cpu", (rows, size // rows), mesh_dim_names=("rows", "columns"))
-    whole = torch.arange(35, dtype=torch.float64).view(7, 5)
-    pairs = list(product((Shard(0), Shard(1), Replicate()), repeat=2))
-    for start, end in product(pairs, repeat=2):
-        x = distribute_tensor(whole, mesh, start, src_data_rank=None).redistribute(mesh, end)
-        expected = whole
-        for dim, placement in enumerate(end):
-            expected = _local(expected, placement, mesh.get_local_rank(dim), mesh.size(dim))
-        check_close(findings, [x.to_local()], [expected], f"{start} to {end}")
-        check_close(findings, [x.full_tensor()], [whole], f"{start} to {end}, whole")

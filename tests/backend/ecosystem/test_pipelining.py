@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from collective import Findings
 from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -44,7 +43,7 @@ def _alone(stages):
     return model, [loss.detach() for loss in losses], torch.cat(outputs).detach()
 
 
-def _check(findings, world, schedule, mine, got, stages):
+def _check(findings, schedule, mine, got, stages):
     """A step of the schedule: the first rank gives the input, the last one the targets."""
     alone, losses, output = _alone(stages)
     x, y = _data()
@@ -57,22 +56,16 @@ def _check(findings, world, schedule, mine, got, stages):
     for stage in mine:
         gradients = [p.grad for p in alone[stage].parameters()]
         check_close(findings, [p.grad for p in got[stage].parameters()], gradients, f"gradients of stage {stage}")
-    findings.settle()
 
 
-@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
-def test_a_stage_on_each_rank(world, schedule):
-    findings, size = Findings(world.comm), world.world_size
-    model = _layers(size)
-    stage = PipelineStage(model[world.rank], world.rank, size, DEVICE)
-    step = schedule(stage, MICRO, loss_fn=functional.mse_loss)
-    _check(findings, world, step, [world.rank], model, size)
-
-
-@pytest.mark.parametrize("schedule", [ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble])
-def test_two_stages_on_each_rank(world, schedule):
+@pytest.mark.parametrize(
+    ("schedule", "each"),
+    [(ScheduleGPipe, 1), (Schedule1F1B, 1), (ScheduleInterleaved1F1B, 2), (ScheduleInterleavedZeroBubble, 2)],
+)
+def test_stages_on_each_rank(findings, world, schedule, each):
     """Stage s is on rank s modulo the number of ranks: the last rank sends to the first."""
-    findings, size = Findings(world.comm), world.world_size
-    model, mine = _layers(2 * size), [world.rank, world.rank + size]
-    stages = [PipelineStage(model[s], s, 2 * size, DEVICE) for s in mine]
-    _check(findings, world, schedule(stages, MICRO, loss_fn=functional.mse_loss), mine, model, 2 * size)
+    count = each * world.world_size
+    model, mine = _layers(count), range(world.rank, count, world.world_size)
+    stages = [PipelineStage(model[s], s, count, DEVICE) for s in mine]
+    step = schedule(stages if each > 1 else stages[0], MICRO, loss_fn=functional.mse_loss)
+    _check(findings, step, mine, model, count)
