@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import EXTENTS, extents_of, starts, whole_of
-from collective import Findings, assert_on_all_ranks, change_settings, refused
+from collective import assert_on_all_ranks, change_settings, refused
 from nccl_rules import STAND_IN
 
 import hpcdist as hd
@@ -101,8 +101,8 @@ def _part(messages, counts, rank):
 class TestRoute:
     """One battery for every route, and for a team whose ranks are not torch's."""
 
-    def test_gatherv_scatterv_and_allgatherv(self, world, name, order):
-        team, findings, route = _team(world, order), Findings(world.comm), ROUTES[name]
+    def test_gatherv_scatterv_and_allgatherv(self, findings, world, name, order):
+        team, route = _team(world, order), ROUTES[name]
         for turn, (counts, messages) in enumerate(_messages(team.size)):
             root, at, mine = turn % team.size, starts(counts), _part(messages, counts, team.rank)
             on_root = lambda x: x if team.rank == root else None  # noqa: E731, B023
@@ -116,11 +116,10 @@ class TestRoute:
             route.prepare(team, "allgatherv", what)(send, recv)
             findings.same(recv, messages, f"{counts}")
             findings.same(send, mine, f"send of {counts} to {root}")
-        findings.settle()
 
-    def test_alltoallv(self, world, name, order):
+    def test_alltoallv(self, findings, world, name, order):
         """Rank i sends rank j table[i][j] bytes; with gaps between the messages, which stay as they were."""
-        team, findings = _team(world, order), Findings(world.comm)
+        team = _team(world, order)
         ranks = range(team.size)
         for row, gap in itertools.product((0, 1, 5, 40), (0, 3)):
             table = [[row * ((i * 3 + j * 5) % 4) for j in ranks] for i in ranks]
@@ -138,11 +137,10 @@ class TestRoute:
             ROUTES[name].prepare(team, "alltoallv", what)(send, recv)
             findings.same(recv, expected, f"rows of {row}, gaps of {gap}")
             findings.same(send, before, "send")
-        findings.settle()
 
-    def test_exchange(self, world, name, order):
+    def test_exchange(self, findings, world, name, order):
         """Messages that each have memory of their own; some ranks have none to send, or to receive."""
-        team, findings = _team(world, order), Findings(world.comm)
+        team = _team(world, order)
         ranks = range(team.size)
         for row in (0, 1, 5, 40):
             table = [[row * ((i + 2 * j) % 3) if i != j else 0 for j in ranks] for i in ranks]
@@ -152,7 +150,6 @@ class TestRoute:
             for source, got in recvs:
                 findings.same(got, _letter(source, team.rank, got.numel()), f"rows of {row} from {source}")
             findings.check(all(torch.equal(x, _letter(team.rank, j, x.numel())) for j, x in sends), "send")
-        findings.settle()
 
 
 def _letter(source, dest, length):
