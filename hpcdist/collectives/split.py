@@ -18,13 +18,14 @@ from hpcdist.collectives.structures import Distribution
 from hpcdist.comm.route import Vector
 from hpcdist.comm.team import Group, Team
 from hpcdist.control import objects
+from hpcdist.control.codec import rebuild
 from hpcdist.errors import coded, refusal
 from hpcdist.runtime import background, world
 from hpcdist.tensors import pool
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.blocks import Blocks, blocks
 from hpcdist.tensors.storage import DTYPES, copyable, row_major
-from hpcdist.tensors.tree import decode, rebuild
+from hpcdist.tensors.tree import decode
 from hpcdist.validation import collective, local
 from hpcdist.validation.collective import Agreed, Call
 

@@ -17,6 +17,7 @@ from hpcdist.collectives.run import Operation
 from hpcdist.comm.route import Message, Route, Vector
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
+from hpcdist.control.codec import classes_in, find_class, rebuild
 from hpcdist.errors import RankError, coded
 from hpcdist.routes import select
 from hpcdist.tensors import pool
@@ -24,7 +25,7 @@ from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.blocks import Blocks, blocks
 from hpcdist.tensors.message import Contents, Header, check_memory, encode, join, pack, parse
 from hpcdist.tensors.storage import as_bytes, copyable, of_bytes, row_major
-from hpcdist.tensors.tree import Tree, check_same, classes_in, decode, find_class, merge, rebuild
+from hpcdist.tensors.tree import Tree, check_same, decode, merge
 from hpcdist.validation import local
 from hpcdist.validation.collective import Agreed, Call, show_shape
 

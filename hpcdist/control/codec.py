@@ -1,11 +1,18 @@
-"""Encode small values as JSON. No pickle: decoding cannot run any code.
+"""Nested values <-> JSON. No pickle: decoding runs no code, imports nothing, and makes only classes of data.
 
 None, booleans, numbers and strings are encoded as JSON does; everything else as a list that begins with a kind:
 
-    ["l", ...] a list     ["t", ...] a tuple     ["d", [key, value], ...] a dict     ["b", base64] bytes
-    ["y", name] a torch dtype     ["v", name] a device     ["f", path] a path
+    ["z", re, im] a complex number             ["i", "-ff"] an integer of more than 64 bits
+    ["l", ...] a list                          ["t", ...] a tuple
+    ["N", class, ...] a named tuple            ["D", class, [name, value], ...] a dataclass
+    ["d", [key, value], ...] a dict            ["o", [key, value], ...] an OrderedDict
+
+Other values are leaves, whose kinds the caller chooses. Those of small values, which :func:`encode` knows:
+
+    ["b", base64] bytes     ["y", name] a torch dtype     ["v", name] a device     ["f", path] a path
     ["a", dtype, shape, base64] a numpy array; one without dims arrives as a numpy scalar
-    ["c", module, name, [field, value], ...] a dataclass or named tuple of this package
+
+Those of tensors are in :mod:`hpcdist.tensors.tree`.
 """
 
 from __future__ import annotations
@@ -14,19 +21,247 @@ import dataclasses
 import json
 import sys
 from base64 import b64decode, b64encode
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
-_PACKAGE = __name__.partition(".")[0]
+from hpcdist.errors import refusal
+
+MAX_DEPTH = 100  # levels; anything deeper contains itself, or is not data
+CONTAINERS = ("l", "t", "N", "D", "d", "o")
+_JSON_INT = 2**63
+_PAIRS = ("D", "d", "o")  # each part follows its name or key
+
+
+class UnsupportedError(TypeError):
+    """A part that cannot be encoded; its path is collected from the inside out."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.path: list[str] = []
+
+
+class Node(NamedTuple):
+    """A container in a structure, or its description.
+
+    Attributes:
+        kind: one of CONTAINERS.
+        cls: class name of a named tuple or dataclass, as find_class() takes it; else empty.
+        names: names of the parts: their numbers, the names of fields, or the descriptions of keys.
+        parts: values of the parts, or their descriptions.
+    """
+
+    kind: str
+    cls: str
+    names: Sequence[Any]
+    parts: Sequence[Any]
+
+    def label(self, i: int) -> str:
+        """Return the name of a part, to be appended to the path of the node."""
+        if self.kind == "D":
+            return f".{self.names[i]}"
+        return f"[{self.keys()[i]!r:.40}]" if self.kind in _PAIRS else f"[{i}]"
+
+    def keys(self) -> list[Any]:
+        """Return the keys of a dict, decoded."""
+        return [rebuild(name, _not_in_key) for name in self.names]
+
+    def spec(self, parts: Sequence[Any]) -> list[Any]:
+        """Return the description of the node with these parts."""
+        head = [self.kind, self.cls] if self.cls else [self.kind]
+        return head + ([[n, p] for n, p in zip(self.names, parts, strict=True)] if self.kind in _PAIRS else [*parts])
+
+    def build(self, values: Sequence[Any]) -> Any:
+        """Build the object whose parts have these values.
+
+        Raises:
+            TypeError: if its class is unknown here, or has other fields.
+        """
+        if self.kind == "l":
+            return list(values)
+        if self.kind == "t":
+            return tuple(values)
+        if self.cls:
+            return self._object(values)
+        pairs = zip(self.keys(), values, strict=True)
+        return dict(pairs) if self.kind == "d" else OrderedDict(pairs)
+
+    def _object(self, values: Sequence[Any]) -> Any:
+        """Build an object with these fields as copy.copy() does: __init__ does not run."""
+        kind = find_class(self.cls)
+        fields = _class_of(kind)[1] or []
+        if len(values) != len(fields) or (self.kind == "D" and self.names != fields):
+            text = f"{self.cls} has the fields {fields} here, and others on the sender"
+            raise refusal(TypeError, "HD303", text)
+        if self.kind == "N":
+            return tuple.__new__(kind, values)
+        made = object.__new__(kind)
+        for name, value in zip(fields, values, strict=True):
+            object.__setattr__(made, name, value)
+        return made
+
+
+def node_of(spec: Any) -> Node | None:
+    """Parse a description into a node; return None for a leaf.
+
+    Raises:
+        ValueError, TypeError: if the description is damaged.
+    """
+    if not isinstance(spec, list) or spec[0] not in CONTAINERS:
+        return None
+    kind, *parts = spec
+    cls = str(parts.pop(0)) if kind in ("N", "D") else ""
+    if kind not in _PAIRS:
+        return Node(kind, cls, range(len(parts)), parts)
+    names = [name for name, _ in parts]
+    return Node(kind, cls, names, [part for _, part in parts])
+
+
+def describe(value: Any, leaf: Callable[[Any], Any], rest: Callable[[Any], Any], depth: int = 0) -> Any:
+    """Describe a structure.
+
+    Args:
+        leaf: returns the description of a leaf, or NotImplemented for what may be a container.
+        rest: describes what is neither, or raises an UnsupportedError.
+
+    Raises:
+        UnsupportedError: if a part cannot be described.
+        RecursionError: if it is nested too deeply, or contains itself.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, str, float):
+        return value
+    if kind is int:
+        return value if -_JSON_INT < value < _JSON_INT else ["i", format(value, "x")]
+    if kind not in (list, tuple, dict) and (spec := leaf(value)) is not NotImplemented:
+        return spec
+    if depth > MAX_DEPTH:
+        raise RecursionError
+    if kind is complex:
+        return ["z", value.real, value.imag]
+    node = _node(value, kind)
+    if node is None:
+        return rest(value)
+    found = []
+    for i, part in enumerate(node.parts):
+        try:
+            found.append(describe(part, leaf, rest, depth + 1))
+        except UnsupportedError as error:
+            fields = getattr(kind, "_fields", None)
+            error.path.append(f".{fields[i]}" if fields else node.label(i))
+            raise
+    if node.kind in ("d", "o"):
+        node = node._replace(names=[_key(key) for key in node.names])
+    return node.spec(found)
+
+
+def _node(value: Any, kind: type) -> Node | None:
+    """Return the node of a container, with its keys themselves as names; None for a leaf."""
+    if kind is list or kind is tuple:
+        return Node("l" if kind is list else "t", "", range(len(value)), value)
+    if kind is dict or kind is OrderedDict:
+        return Node("d" if kind is dict else "o", "", list(value), list(value.values()))
+    cls, fields = _class_of(kind)
+    if fields is None:
+        return None
+    is_tuple = issubclass(kind, tuple)
+    _check_attributes(value, kind, () if is_tuple else fields)
+    if is_tuple:
+        return Node("N", cls, range(len(value)), value)
+    return Node("D", cls, fields, [getattr(value, name) for name in fields])
+
+
+@lru_cache(maxsize=1024)
+def _class_of(kind: type) -> tuple[str, Sequence[str] | None]:
+    """Return name and fields of a dataclass or named tuple; no fields of any other class."""
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        fields = kind._fields
+    elif dataclasses.is_dataclass(kind) and not any("__new__" in vars(base) for base in kind.__mro__[:-1]):
+        fields = [field.name for field in dataclasses.fields(kind)]
+    else:  # one with a __new__ of its own is more than its fields
+        return "", None
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    try:
+        found = find_class(name)
+    except TypeError:
+        found = None
+    if found is not kind:
+        raise UnsupportedError(f"is of class {name}, which no other rank can find by that name: define it in a module")
+    return name, fields
+
+
+def _check_attributes(value: Any, kind: type, fields: Sequence[str]) -> None:
+    """Refuse an object with attributes besides its fields, which would be lost; cached properties can be recomputed."""
+    for name in getattr(value, "__dict__", ()):
+        if name not in fields and not isinstance(getattr(kind, name, None), cached_property):
+            raise UnsupportedError(f"has the attribute {name!r}, which is not one of its fields and would be lost")
+
+
+def _key(key: Any) -> Any:
+    try:
+        return describe(key, lambda value: NotImplemented, _not_in_key)
+    except UnsupportedError:
+        text = f"has the key {key!r:.40}; expected strings, numbers, None, or tuples of these"
+        raise UnsupportedError(text) from None
+
+
+def _not_in_key(*leaf: Any) -> Any:
+    raise UnsupportedError("a key of a dict holds something other than strings and numbers")
+
+
+def find_class(name: str) -> type:
+    """Find the dataclass or named tuple of that name in a module that this process has already imported.
+
+    Raises:
+        TypeError: if there is no such class. A name in a message never causes an import or a call.
+    """
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):  # not getattr, which may run code of the module or class
+        found = vars(found).get(part) if isinstance(found, (type, ModuleType)) else None
+    is_tuple = isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
+    if not (is_tuple or (isinstance(found, type) and dataclasses.is_dataclass(found))):
+        raise refusal(TypeError, "HD303", f"{name} is not a dataclass or named tuple that this rank has imported")
+    return found  # type: ignore[no-any-return]
+
+
+def classes_in(spec: Any) -> set[str]:
+    """Return the names of all classes in a description."""
+    node = node_of(spec)
+    if node is None:
+        return set()
+    return ({node.cls} if node.cls else set()).union(*map(classes_in, node.parts))
+
+
+def rebuild(spec: Any, leaf: Callable[..., Any]) -> Any:
+    """Rebuild a structure from its description.
+
+    Args:
+        leaf: takes the kind of a leaf and what follows it in its description, and returns its value.
+
+    Raises:
+        TypeError: if a class is unknown here; ValueError: if the description is damaged.
+    """
+    if not isinstance(spec, list):
+        return spec
+    if spec[0] == "z":
+        return complex(spec[1], spec[2])
+    if spec[0] == "i":
+        return int(spec[1], 16)
+    node = node_of(spec)
+    return leaf(*spec) if node is None else node.build([rebuild(part, leaf) for part in node.parts])
 
 
 def encode(value: Any) -> bytes:
-    """Encode a value.
+    """Encode a small value.
 
     Raises:
         TypeError: if it, or a part of it, is of a kind that is not listed above.
     """
-    return json.dumps(_to_json(value), separators=(",", ":")).encode()
+    return json.dumps(describe(value, _leaf, _base), separators=(",", ":")).encode()
 
 
 def decode(text: bytes | bytearray) -> Any:
@@ -36,91 +271,53 @@ def decode(text: bytes | bytearray) -> Any:
         ValueError: if the text is anything else.
     """
     try:
-        return _from_json(json.loads(text))
+        return rebuild(json.loads(text), lambda kind, *rest: _LEAVES[kind](*rest))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a value that a rank has encoded: {error}") from error
 
 
-def _to_json(value: Any) -> Any:
-    kind = type(value)
+def _leaf(value: Any) -> Any:
     torch, np = sys.modules.get("torch"), sys.modules.get("numpy")  # whose values these are has imported them
-    if value is None or kind in (bool, int, float, str):
-        return value
-    if kind in (list, tuple):
-        return ["l" if kind is list else "t", *map(_to_json, value)]
-    if kind is dict:
-        return ["d", *([_to_json(key), _to_json(item)] for key, item in value.items())]
-    if kind in (bytes, bytearray):
+    if isinstance(value, (bytes, bytearray)):
         return ["b", b64encode(value).decode()]
-    if torch is not None and kind is torch.dtype:
-        return ["y", str(value).removeprefix("torch.")]
-    if torch is not None and kind is torch.device:
-        return ["v", str(value)]
+    if torch is not None and isinstance(value, (torch.dtype, torch.device)):
+        return ["y" if isinstance(value, torch.dtype) else "v", str(value).removeprefix("torch.")]
     if isinstance(value, Path):
         return ["f", str(value)]
     if np is not None and isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
         descr = value.dtype.str if value.dtype.names is None else value.dtype.descr
-        return ["a", _to_json(descr), list(value.shape), b64encode(value.tobytes()).decode()]
-    if kind.__module__.partition(".")[0] == _PACKAGE and (names := _fields(kind)) is not None:
-        return ["c", kind.__module__, kind.__name__, *([name, _to_json(getattr(value, name))] for name in names)]
+        return ["a", describe(descr, _leaf, _base), list(value.shape), b64encode(value.tobytes()).decode()]
+    return NotImplemented
+
+
+def _base(value: Any) -> Any:
+    """Describe a subclass, such as torch's version or an IntEnum, which arrives as its base."""
     for base in (str, int, float):
-        if isinstance(value, base):  # a subclass, such as torch's version or an IntEnum, arrives as the base
+        if isinstance(value, base):
             return base(value)
-    raise TypeError(f"{kind.__name__} cannot be sent to other ranks")
+    raise UnsupportedError(f"{type(value).__name__} cannot be sent to other ranks")
 
 
-def _fields(kind: type) -> list[str] | None:
-    """Return the field names of a dataclass or named tuple; None for anything else."""
-    if dataclasses.is_dataclass(kind):
-        return [field.name for field in dataclasses.fields(kind)]
-    return list(kind._fields) if issubclass(kind, tuple) and hasattr(kind, "_fields") else None
+def _dtype(name: str) -> Any:
+    import torch
+
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name} is not a dtype")
+    return dtype
 
 
-def _from_json(item: Any) -> Any:
-    if not isinstance(item, list):
-        return item
-    kind, *rest = item
-    if kind in ("l", "t"):
-        found = map(_from_json, rest)
-        return list(found) if kind == "l" else tuple(found)
-    if kind == "d":
-        return {_from_json(key): _from_json(item) for key, item in rest}
-    if kind == "b":
-        return b64decode(rest[0])
-    if kind == "y":
-        import torch
+def _device(name: str) -> Any:
+    import torch
 
-        dtype = getattr(torch, rest[0])
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{rest[0]} is not a dtype")
-        return dtype
-    if kind == "v":
-        import torch
-
-        return torch.device(rest[0])
-    if kind == "f":
-        return Path(rest[0])
-    if kind == "a":
-        import numpy as np
-
-        array = np.frombuffer(b64decode(rest[2]), np.dtype(_from_json(rest[0]))).reshape(rest[1])
-        return array.copy() if rest[1] else array[()]
-    if kind == "c":
-        return _instance(*rest)
-    raise ValueError(f"kind {kind!r}")
+    return torch.device(name)
 
 
-def _instance(module: str, name: str, *items: list[Any]) -> Any:
-    """Make a dataclass or named tuple of this package, from a module that is already imported."""
-    if module.partition(".")[0] != _PACKAGE:
-        raise ValueError(f"{module} is not of this package")
-    kind = vars(sys.modules[module])[name]
-    values = {field: _from_json(item) for field, item in items}
-    if not isinstance(kind, type) or _fields(kind) != list(values):
-        raise ValueError(f"{module}.{name} has other fields than {list(values)}")
-    if issubclass(kind, tuple):
-        return kind(**values)
-    made = object.__new__(kind)
-    for field, item in values.items():
-        object.__setattr__(made, field, item)
-    return made
+def _array(descr: Any, shape: list[int], data: str) -> Any:
+    import numpy as np
+
+    array = np.frombuffer(b64decode(data), np.dtype(rebuild(descr, _not_in_key))).reshape(shape)
+    return array.copy() if shape else array[()]
+
+
+_LEAVES: dict[str, Callable[..., Any]] = {"b": b64decode, "y": _dtype, "v": _device, "f": Path, "a": _array}

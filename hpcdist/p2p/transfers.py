@@ -18,13 +18,14 @@ from hpcdist import activity
 from hpcdist.comm.messages import Envelope, memory, pieces, with_envelope
 from hpcdist.comm.team import Context, Group
 from hpcdist.comm.worker import Worker
+from hpcdist.control.codec import rebuild
 from hpcdist.errors import HpcdistError
 from hpcdist.process import abort
 from hpcdist.runtime.background import Handle, check_threads
 from hpcdist.tensors import accelerator, pool
 from hpcdist.tensors.message import Contents, check_memory, encode, join, parse
 from hpcdist.tensors.storage import Scratch, as_bytes
-from hpcdist.tensors.tree import Tree, decode, rebuild
+from hpcdist.tensors.tree import Tree, decode
 
 T = TypeVar("T")
 

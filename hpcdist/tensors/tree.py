@@ -1,28 +1,17 @@
-"""Nested structure <-> a description in JSON, and flat tensors; structures that are merged into one, or cut into many.
+"""Structures of tensors: a description in JSON and flat tensors; structures that are merged into one, or cut into many.
 
-No pickle, unless it is allowed.
-
-None, booleans, numbers and strings are described by themselves; everything else is a list that starts with a kind:
+No pickle, unless it is allowed. :mod:`hpcdist.control.codec` describes all but the leaves, whose kinds are:
 
     ["x", i] a tensor          ["n", i] a numpy array      ["g", i] a numpy number
     ["b", i] bytes             ["a", i] a bytearray        ["p", i] a pickle
-    ["z", re, im] a complex number                         ["i", "-ff"] an integer of more than 64 bits
-    ["l", ...] a list          ["t", ...] a tuple          ["N", class, ...] a named tuple
-    ["d", [key, value], ...] a dict                        ["o", [key, value], ...] an OrderedDict
-    ["D", class, [name, value], ...] a dataclass
 
 where i is the number of a tensor. Tensors carry all data but the structure itself.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
-import sys
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,83 +19,12 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout
+from hpcdist.control.codec import MAX_DEPTH, Node, UnsupportedError, describe, node_of, rebuild
 from hpcdist.errors import HpcdistError, RankError, coded, reason, refusal
 from hpcdist.tensors import storage
 
-MAX_DEPTH = 100  # levels; anything deeper contains itself, or is not data
-_JSON_INT = 2**63
 TENSORS = ("x", "n", "g", "b", "a", "p")
-CONTAINERS = ("l", "t", "N", "D", "d", "o")
-_PAIRS = ("D", "d", "o")  # each part follows its name or key
 _ARRAYS = (np.ndarray, np.memmap)  # other classes are more than their elements: masked arrays, matrices
-
-
-class Node(NamedTuple):
-    """A container in a structure, or its description.
-
-    Attributes:
-        kind: one of CONTAINERS.
-        cls: class name of a named tuple or dataclass, as find_class() takes it; else empty.
-        names: names of the parts: their numbers, the names of fields, or the descriptions of keys.
-        parts: values of the parts, or their descriptions.
-    """
-
-    kind: str
-    cls: str
-    names: Sequence[Any]
-    parts: Sequence[Any]
-
-    def label(self, i: int) -> str:
-        """Return the name of a part, to be appended to the path of the node."""
-        if self.kind == "D":
-            return f".{self.names[i]}"
-        return f"[{self.keys()[i]!r:.40}]" if self.kind in _PAIRS else f"[{i}]"
-
-    def keys(self) -> list[Any]:
-        """Return the keys of a dict, decoded."""
-        return [rebuild(name, _no_tensor) for name in self.names]
-
-    def spec(self, parts: Sequence[Any]) -> list[Any]:
-        """Return the description of the node with these parts."""
-        head = [self.kind, self.cls] if self.cls else [self.kind]
-        return head + ([[n, p] for n, p in zip(self.names, parts, strict=True)] if self.kind in _PAIRS else [*parts])
-
-    def build(self, values: Sequence[Any]) -> Any:
-        """Build the object whose parts have these values.
-
-        Raises:
-            TypeError: if its class is unknown here, or has other fields.
-        """
-        if self.kind == "l":
-            return list(values)
-        if self.kind == "t":
-            return tuple(values)
-        if self.kind == "N":
-            return _named_tuple(self.cls, values)
-        if self.kind == "D":
-            return _dataclass(self.cls, list(zip(self.names, values, strict=True)))
-        pairs = zip(self.keys(), values, strict=True)
-        return dict(pairs) if self.kind == "d" else OrderedDict(pairs)
-
-
-def node_of(spec: Any) -> Node | None:
-    """Parse a description into a node; return None for a leaf.
-
-    Raises:
-        ValueError, TypeError: if the description is damaged.
-    """
-    if not isinstance(spec, list) or spec[0] not in CONTAINERS:
-        return None
-    kind, *parts = spec
-    cls = str(parts.pop(0)) if kind in ("N", "D") else ""
-    if kind not in _PAIRS:
-        return Node(kind, cls, range(len(parts)), parts)
-    names = [name for name, _ in parts]
-    return Node(kind, cls, names, [part for _, part in parts])
-
-
-def _no_tensor(kind: str, number: int) -> Any:
-    raise refusal(ValueError, "HD901", "a key of a dict holds a tensor")
 
 
 class Tree(NamedTuple):
@@ -124,105 +42,42 @@ def flatten(value: Any, allow_pickle: bool = False, name: str = "x") -> Tree:
         ValueError: if it is nested too deeply, or contains itself.
     """
     tensors: list[Tensor] = []
+
+    def leaf(value: Any) -> Any:
+        if storage.is_plain(value):
+            return _tensor("x", value, tensors)
+        kind = type(value)
+        if isinstance(value, Tensor):
+            problem = storage.problem(value)
+            if problem is not None:
+                raise UnsupportedError(coded("HD202", problem))
+            return _tensor("x", storage.resolved(value), tensors)
+        if kind in (bytes, bytearray):
+            return _tensor("b" if kind is bytes else "a", storage.of_bytes(value), tensors)
+        if kind in _ARRAYS or (isinstance(value, np.generic) and kind.__module__ == "numpy"):
+            try:
+                return _tensor("n" if kind in _ARRAYS else "g", _of_numpy(value), tensors)
+            except UnsupportedError:
+                if not allow_pickle:
+                    raise
+        return rest(value) if isinstance(value, torch.nn.Module) else NotImplemented  # it may be a dataclass as well
+
+    def rest(value: Any) -> Any:
+        if allow_pickle:
+            return _tensor("p", storage.of_bytes(pickle.dumps(value, pickle.HIGHEST_PROTOCOL)), tensors)
+        raise UnsupportedError(
+            f"is a {type(value).__module__}.{type(value).__qualname__}, which is not sent; expected tensors, numpy "
+            "arrays, numbers, strings, bytes or None, in lists, tuples, dicts, named tuples or dataclasses "
+            "(or pass allow_pickle=True)"
+        )
+
     try:
-        return Tree(_flatten(value, tensors, allow_pickle, 0), tensors)
-    except _UnsupportedError as error:
+        return Tree(describe(value, leaf, rest), tensors)
+    except UnsupportedError as error:
         raise refusal(TypeError, "HD202", f"{name}{''.join(reversed(error.path))} {error}") from None
     except RecursionError:
         text = f"{name}: nested more than {MAX_DEPTH} levels deep, or it contains itself"
         raise refusal(ValueError, "HD202", text) from None
-
-
-class _UnsupportedError(Exception):
-    """A part that cannot be sent; its path is collected from the inside out."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.path: list[str] = []
-
-
-def _flatten(value: Any, tensors: list[Tensor], allow_pickle: bool, depth: int) -> Any:
-    if isinstance(value, Tensor):
-        problem = storage.problem(value)
-        if problem is not None:
-            raise _UnsupportedError(coded("HD202", problem))
-        return _tensor("x", storage.resolved(value), tensors)
-    kind = type(value)
-    if value is None or kind in (bool, str, float):
-        return value
-    if kind is int:
-        return value if -_JSON_INT < value < _JSON_INT else ["i", format(value, "x")]
-    if depth > MAX_DEPTH:
-        raise RecursionError
-    if kind is complex:
-        return ["z", value.real, value.imag]
-    if kind in (bytes, bytearray):
-        return _tensor("b" if kind is bytes else "a", storage.of_bytes(value), tensors)
-    if kind in _ARRAYS or (isinstance(value, np.generic) and kind.__module__ == "numpy"):
-        try:
-            return _tensor("n" if kind in _ARRAYS else "g", _of_numpy(value), tensors)
-        except _UnsupportedError:
-            if not allow_pickle:
-                raise
-    node = _node(value, kind)
-    if node is not None:
-        found = []
-        for i, part in enumerate(node.parts):
-            if storage.is_plain(part):
-                found.append(_tensor("x", part, tensors))
-                continue
-            try:
-                found.append(_flatten(part, tensors, allow_pickle, depth + 1))
-            except _UnsupportedError as error:
-                fields = getattr(kind, "_fields", None)
-                error.path.append(f".{fields[i]}" if fields else node.label(i))
-                raise
-        if node.kind in ("d", "o"):
-            node = node._replace(names=[_key(key) for key in node.names])
-        return node.spec(found)
-    if not allow_pickle:
-        raise _UnsupportedError(
-            f"is a {kind.__module__}.{kind.__qualname__}, which is not sent; expected tensors, numpy arrays, "
-            "numbers, strings, bytes or None, in lists, tuples, dicts, named tuples or dataclasses "
-            "(or pass allow_pickle=True)"
-        )
-    return _tensor("p", storage.of_bytes(pickle.dumps(value, pickle.HIGHEST_PROTOCOL)), tensors)
-
-
-def _node(value: Any, kind: type) -> Node | None:
-    """Return the node of a container, with its keys themselves as names; None for a leaf."""
-    if kind is list or kind is tuple:
-        return Node("l" if kind is list else "t", "", range(len(value)), value)
-    if kind is dict or kind is OrderedDict:
-        return Node("d" if kind is dict else "o", "", list(value), list(value.values()))
-    if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        _check_attributes(value, kind, ())
-        return Node("N", _class_name(kind), range(len(value)), value)
-    usual_new = "__new__" not in {name for base in kind.__mro__[:-1] for name in vars(base)}
-    if dataclasses.is_dataclass(value) and usual_new and not isinstance(value, torch.nn.Module):
-        names = [field.name for field in dataclasses.fields(value)]
-        _check_attributes(value, kind, names)
-        return Node("D", _class_name(kind), names, [getattr(value, name) for name in names])
-    return None
-
-
-def _check_attributes(value: Any, kind: type, fields: Sequence[str]) -> None:
-    """Refuse an object with attributes besides its fields, which would be lost; cached properties can be recomputed."""
-    for name in getattr(value, "__dict__", ()):
-        if name not in fields and not isinstance(getattr(kind, name, None), cached_property):
-            raise _UnsupportedError(f"has the attribute {name!r}, which is not one of its fields and would be lost")
-
-
-def _key(key: Any) -> Any:
-    tensors: list[Tensor] = []
-    try:
-        spec = _flatten(key, tensors, False, 0)
-    except _UnsupportedError:
-        spec = None
-        tensors = [torch.empty(0, device="cpu")]
-    if tensors:
-        raise _UnsupportedError(f"has the key {key!r:.40}; expected strings, numbers, None, or tuples of these")
-    return spec
 
 
 def _tensor(kind: str, x: Tensor, tensors: list[Tensor]) -> list[Any]:
@@ -238,87 +93,7 @@ def _of_numpy(value: np.ndarray[Any, Any] | np.generic) -> Tensor:
     try:
         return torch.from_numpy(array)
     except (TypeError, ValueError):
-        raise _UnsupportedError(f"is a numpy array of dtype {array.dtype}, which no tensor can hold") from None
-
-
-def _class_name(kind: type) -> str:
-    name = f"{kind.__module__}:{kind.__qualname__}"
-    try:
-        found = find_class(name)
-    except TypeError:
-        found = None
-    if found is not kind:
-        raise _UnsupportedError(f"is of class {name}, which no other rank can find by that name: define it in a module")
-    return name
-
-
-def find_class(name: str) -> type:
-    """Find the dataclass or named tuple of that name in a module that this process has already imported.
-
-    Raises:
-        TypeError: if there is no such class. A name in a message never causes an import or a call.
-    """
-    module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in path.split("."):  # not getattr, which may run code of the module or class
-        found = vars(found).get(part) if isinstance(found, (type, ModuleType)) else None
-    is_tuple = isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
-    if not (is_tuple or (isinstance(found, type) and dataclasses.is_dataclass(found))):
-        raise refusal(TypeError, "HD303", f"{name} is not a dataclass or named tuple that this rank has imported")
-    return found  # type: ignore[no-any-return]
-
-
-def classes_in(spec: Any) -> set[str]:
-    """Return the names of all classes in a description."""
-    node = node_of(spec)
-    if node is None:
-        return set()
-    return ({node.cls} if node.cls else set()).union(*map(classes_in, node.parts))
-
-
-Leaf = Callable[[str, int], Any]  # (kind, number of the tensor) -> the value of the leaf
-
-
-def rebuild(spec: Any, leaf: Leaf) -> Any:
-    """Rebuild a structure from its description.
-
-    Raises:
-        TypeError: if a class is unknown here; ValueError: if the description is damaged.
-    """
-    if not isinstance(spec, list):
-        return spec
-    kind = spec[0]
-    if kind in TENSORS:
-        return leaf(kind, spec[1])
-    if kind == "z":
-        return complex(spec[1], spec[2])
-    if kind == "i":
-        return int(spec[1], 16)
-    node = node_of(spec)
-    if node is None:
-        raise refusal(ValueError, "HD901", f"a description of a structure has the unknown kind {kind!r:.40}")
-    return node.build([rebuild(part, leaf) for part in node.parts])
-
-
-def _named_tuple(name: str, values: Sequence[Any]) -> Any:
-    kind: Any = find_class(name)
-    if len(values) != len(kind._fields):
-        text = f"{name} has {len(kind._fields)} fields here, but {len(values)} on the sender"
-        raise refusal(TypeError, "HD303", text)
-    return tuple.__new__(kind, values)
-
-
-def _dataclass(name: str, fields: Sequence[tuple[str, Any]]) -> Any:
-    """Build an object with these fields as copy.copy() does: __init__ does not run."""
-    kind = find_class(name)
-    known = {field.name for field in dataclasses.fields(kind)}
-    if {field for field, _ in fields} != known:
-        text = f"{name} has the fields {sorted(known)} here, but {sorted(f for f, _ in fields)} on the sender"
-        raise refusal(TypeError, "HD303", text)
-    made: Any = object.__new__(kind)
-    for field, value in fields:
-        object.__setattr__(made, field, value)
-    return made
+        raise UnsupportedError(f"is a numpy array of dtype {array.dtype}, which no tensor can hold") from None
 
 
 def decode(kind: str, x: Tensor, allow_pickle: bool) -> Any:
