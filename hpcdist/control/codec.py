@@ -98,7 +98,7 @@ class Node(NamedTuple):
             raise refusal(TypeError, "HD303", text)
         if self.kind == "N":
             return tuple.__new__(kind, values)
-        made = object.__new__(kind)
+        made: Any = object.__new__(kind)
         for name, value in zip(fields, values, strict=True):
             object.__setattr__(made, name, value)
         return made
