@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from hpcdist import activity, layout as layouts
+from hpcdist import layout as layouts
 from hpcdist.collectives import results
 from hpcdist.collectives.kept import Parts, encode, prefix_of
 from hpcdist.collectives.run import Plannable, run
@@ -20,7 +20,6 @@ from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import RankError, coded
 from hpcdist.layout import Box, Layout
-from hpcdist.routes import select
 from hpcdist.runtime import world
 from hpcdist.tensors import pool
 from hpcdist.tensors.accelerator import MemoryKind
@@ -99,6 +98,7 @@ class Redistribute(Plannable):
 
     Attributes:
         moves: transfer of this rank, after plan().
+        typed: whether the route receives into boxes; None before it is chosen.
     """
 
     x: Any
@@ -108,6 +108,7 @@ class Redistribute(Plannable):
     out: Any
     sent: Tensor = field(init=False)
     moves: Transfer = field(init=False)
+    typed: bool | None = field(default=None, init=False)
     name = "redistribute"
 
     def arguments(self) -> Hashable:
@@ -130,11 +131,10 @@ class Redistribute(Plannable):
         else:
             rows = objects.all_gather_object(team.comm, _shapes(call))
         shapes = tuple(tuple(row[1 : 1 + ndim]) for row in rows)
-        key = (self.src, self.dst, shapes, x.dtype, call.route, agreed.kinds)
+        key = (self.src, self.dst, shapes, x.dtype)
         moves: Transfer | None = self.moves if self.number else team.plans.get(key)
         if moves is None:
-            route = select.agreed(self.name, call.route, team, agreed.kinds)
-            moves = team.plans[key] = Transfer(self.name, team, route, self.src, self.dst, shapes, x)
+            moves = team.plans[key] = Transfer(self.name, team, self.src, self.dst, shapes, x)
             if len(team.plans) > _CACHED:
                 team.plans.popitem(last=False)
                 team.repeats.clear()  # a rank that has forgotten a call finds its transfer, or makes it with all others
@@ -148,11 +148,14 @@ class Redistribute(Plannable):
         self.bind(team, call, agreed, parts, prefix_of(1 + 2 * ndim), keep)
 
     def method(self, team: Team) -> Method:
-        return self.moves.method(team)
+        if not self.moves.longest:
+            return Method("copies within each rank", "no rank needs data of another one")
+        return self.chosen(team).method(team, "alltoallv", self.moves.total, self.moves.longest)
 
     def move(self, team: Team) -> Tensor:
         shard, dest, moves = self.sent, self.dest, self.moves
-        activity.took(moves.route.name)  # a repeated call does not choose it again
+        if self.typed is None:
+            self.typed = self.chosen(team).receives_boxes(team, moves.total, moves.longest)
 
         def make() -> tuple[Tensor, Tensor, Tensor, Tensor]:
             y, source = dest, shard
@@ -160,15 +163,26 @@ class Redistribute(Plannable):
                 y = pool.empty(moves.boxes[team.rank].shape, shard.dtype, shard.device)
             elif overlap(y, shard):
                 source = copyable(shard).clone()
-            return y, source, *((moves.source.pack(source), moves.buffer(team, y)) if moves.longest else (source, y))
+            return (
+                y,
+                source,
+                *((moves.source.pack(source), moves.buffer(y, self.typed)) if moves.longest else (source, y)),
+            )
 
-        y, *memory = results.allocate(self.name, team, self.sizes, make, self.agreed)
-        moves.run(team, y, *memory)
+        y, source, messages, buffer = results.allocate(self.name, team, self.sizes, make, self.agreed)
+        for box, into in zip(moves.source.own, moves.dest.own, strict=True):
+            copyable(y[into.slices()]).copy_(copyable(source[box.slices()]))
+        if moves.longest:
+            if self.transfer is None:
+                self.messages = "alltoallv", moves.messages(moves.source, source, messages, moves.dest, y, buffer)
+            self.carry(team, messages, buffer)
+            moves.dest.unpack(buffer, y)
+        else:
+            self.chosen(team)  # for the trace
         return y
 
     def backward(self, team: Team, grad: Tensor) -> Tensor:
-        activity.took(self.moves.route.name)
-        return self.moves.transpose(team, grad)
+        return self.moves.transpose(team, self.chosen(team), grad)
 
 
 def _shapes(call: Call) -> list[int]:
@@ -207,7 +221,8 @@ class Transfer:
         held, boxes: boxes of all ranks in the old layout, and in the new one.
         recvs: source and box of all that this rank receives, what it has itself included.
         source, dest: messages that this rank sends from its part, and those that it receives into the new one.
-        longest: bytes of the longest message of all ranks in both directions.
+        longest, total: bytes of the longest message of all ranks in both directions, and of all messages of a rank: see
+            Alltoall.
 
     Raises:
         RankError: on every rank, if the parts do not form a tensor in `src`, or it cannot have the layout `dst`.
@@ -217,7 +232,6 @@ class Transfer:
         self,
         verb: str,
         team: Team,
-        route: Route,
         src: Layout,
         dst: Layout,
         shapes: Sequence[Shape],
@@ -243,53 +257,36 @@ class Transfer:
         text = "src: no rank holds {} of the {} elements of its new part"
         lacking = {one: text.format(n, self.boxes[one].size()) for one, n in enumerate(missing) if n}
         objects.raise_problems(verb, lacking)
-        self.longest, self._total = max(longests), max(totals)  # of both directions: see Alltoall
-        self.route = route
+        self.longest, self.total = max(longests), max(totals)  # of both directions: see Alltoall
 
-    def method(self, team: Team) -> Method:
-        """Return how run() would move the data. Collective."""
-        if not self.longest:
-            return Method("copies within each rank", "no rank needs data of another one")
-        return self.route.method(team, "alltoallv", self._total, self.longest)
+    def buffer(self, y: Tensor, typed: bool | None) -> Tensor:
+        """Return memory to receive the messages for `y`: `y` itself if they can arrive in place.
 
-    def buffer(self, team: Team, y: Tensor) -> Tensor:
-        """Return memory to receive the messages for `y`: `y` itself if they can arrive in place."""
-        typed = self.route.receives_boxes(team, self._total, self.longest)
+        Args:
+            typed: whether the route receives into boxes.
+        """
         if typed and y.is_contiguous() and max(map(len, self.dest.boxes)) < 2:
             return y
         return self.dest.buffer(y)
 
-    def run(self, team: Team, y: Tensor, x: Tensor, messages: Tensor, buffer: Tensor) -> None:
-        """Move the data from `x`, this rank's part, to `y`, its new part; any strides. Collective.
-
-        Args:
-            messages: those of `x`, packed if they are not in place.
-            buffer: memory to receive the messages for `y`: `y` itself if they are in place there.
-        """
-        for box, into in zip(self.source.own, self.dest.own, strict=True):
-            copyable(y[into.slices()]).copy_(copyable(x[box.slices()]))
-        if self.longest:
-            self._send(team, self.source, x, messages, self.dest, y, buffer)
-            self.dest.unpack(buffer, y)
-
-    def transpose(self, team: Team, grad: Tensor) -> Tensor:
+    def transpose(self, team: Team, route: Route, grad: Tensor) -> Tensor:
         """Compute the gradient of `x` from that of `y`, summed over all ranks that received an element. Collective."""
         x = pool.empty(self.source.shape, sum_dtype(grad.dtype), grad.device).zero_()
         for box, into in zip(self.source.own, self.dest.own, strict=True):
             x[box.slices()].add_(grad[into.slices()].to(x.dtype))
         if self.longest:
             messages = pool.empty([self.source.nbytes // grad.itemsize], grad.dtype, x.device, fixed=True)
-            self._send(team, self.dest, grad, self.dest.pack(grad), self.source, x, messages)
+            packed = self.dest.pack(grad)
+            what = self.messages(self.dest, grad, packed, self.source, x, messages)
+            route.prepare(team, "alltoallv", what)(packed, messages)
             self.source.add(messages, x)
         return x.to(grad.dtype)
 
-    def _send(
-        self, team: Team, source: Side, x: Tensor, messages: Tensor, dest: Side, y: Tensor, buffer: Tensor
-    ) -> None:
-        counts = source.counts, source.displs_in(messages, x), dest.counts, dest.displs_in(buffer, y)
+    def messages(self, source: Side, x: Tensor, packed: Tensor, dest: Side, y: Tensor, buffer: Tensor) -> Alltoall:
+        """Return the messages from `packed`, which is `x` itself or its packed messages, to `buffer`, as for `y`."""
+        counts = source.counts, source.displs_in(packed, x), dest.counts, dest.displs_in(buffer, y)
         boxes = dest.boxes if buffer is y and dest.in_place is None else None
-        what = Alltoall(*counts, self.longest, self._total, boxes)
-        self.route.prepare(team, "alltoallv", what)(messages, buffer)
+        return Alltoall(*counts, self.longest, self.total, boxes)
 
 
 def balance(weights: Sequence[float], parts: int | None = None, *, group: GroupLike | None = None) -> list[int]:

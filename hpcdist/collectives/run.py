@@ -15,7 +15,7 @@ from torch._C import _functorch
 from hpcdist import activity
 from hpcdist.activity import callsite
 from hpcdist.collectives.kept import Kept, Parts
-from hpcdist.comm.route import Method, Route, Vector
+from hpcdist.comm.route import Alltoall, Method, Route, Vector
 from hpcdist.comm.team import Team
 from hpcdist.errors import HpcdistError, coded
 from hpcdist.process import abort
@@ -106,7 +106,7 @@ class Plannable(Operation):
     Attributes:
         shared: whether the ranks of a node are to share the result.
         number: of the plan that is executed, among those of the team; 0 without one.
-        messages: operation of the route that moves the data, and its messages, if it is one of Vector.
+        messages: operation of the route that moves the data, and its messages.
         transfer: name of the route, and what carries that operation out; None before it is chosen.
         sizes: bytes of the result of each rank.
         sent, dest, agreed, parts: tensor that this rank sends, and memory for its result if there is some, validated
@@ -116,7 +116,7 @@ class Plannable(Operation):
     shared = False
     number = 0
     transfer: tuple[str, Callable[[Any, Any], None]] | None = None
-    messages: tuple[str, Vector]
+    messages: tuple[str, Vector | Alltoall]
     sizes: Sequence[int]
     sent: Tensor | None
     dest: Tensor | None
