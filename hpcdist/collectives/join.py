@@ -142,7 +142,7 @@ def concat(
         and no other memory is allocated; along another dim, there is one layout copy. If any rank needs a gradient, it
         flows back to the shards (of tensors, not of structures), as the sum over all ranks. Every rank must call
         backward. (If all ranks compute the same loss from the whole, divide it by their number, because each one
-        counts: see hpcdist/examples/column_parallel.py.)
+        counts: see docs/do/verbs.md.)
 
         With `shared`, the ranks of a node read the same memory. Treat it as read-only: writes are private to the rank
         (copy-on-write). The memory is reused when no rank has a tensor on it. Each rank gets memory of its own if the
