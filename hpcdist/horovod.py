@@ -14,6 +14,7 @@ import pickle
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -43,25 +44,9 @@ def _fact(doc: str, read: Callable[[], Any]) -> Callable[[], Any]:
     return read
 
 
-def _nodes() -> tuple[int, ...]:
-    return world.current().settings.node_of
-
-
-def _peers() -> list[int]:
-    """The nodes that have a process with this local rank."""
-    return [node for node in sorted(set(_nodes())) if _nodes().count(node) > local_rank()]
-
-
-def mpi_threads_supported() -> bool:
-    """Whether several threads may call MPI at once."""
-    from mpi4py import MPI
-
-    return MPI.Query_thread() == MPI.THREAD_MULTIPLE
-
-
 def nccl_built() -> int:
     """The version of NCCL, such as 22809 for 2.28.9; 0 without NCCL."""
-    parts = accelerator.library_version().split(".") if cuda_built() and dist.is_nccl_available() else []
+    parts = accelerator.library_version().split(".") if dist.is_nccl_available() else []
     return int("".join(part.zfill(2) for part in parts) or 0)
 
 
@@ -69,14 +54,11 @@ is_initialized = _fact("Whether init() has been called, and shutdown() has not."
 rank = _fact("The rank of this process.", lambda: world.current().rank)
 size = _fact("The number of processes.", lambda: world.current().world_size)
 local_rank = _fact("The rank among the processes of this node.", lambda: world.current().local_rank)
-local_size = _fact("The number of processes on this node.", lambda: _nodes().count(world.current().node))
-cross_rank = _fact("This node's number among those of cross_size().", lambda: _peers().index(world.current().node))
-cross_size = _fact("The number of nodes that have a process with this local rank.", lambda: len(_peers()))
-is_homogeneous = _fact("Whether nodes have equally many processes.", lambda: len({*Counter(_nodes()).values()}) == 1)
+local_size = _fact("The number of processes on this node.", lambda: world.current().settings.node_of.count(world.current().node))
+cross_rank = _fact("This node's number.", lambda: world.current().node)
+cross_size = _fact("The number of nodes.", lambda: world.current().nodes)
 mpi_built = mpi_enabled = _fact("True.", lambda: True)
 gloo_built = gloo_enabled = ddl_built = ccl_built = _fact("False: MPI and NCCL send everything.", lambda: False)
-cuda_built = _fact("Whether torch was built with CUDA.", lambda: torch.version.cuda is not None)
-rocm_built = _fact("Whether torch was built with ROCm.", lambda: torch.version.hip is not None)
 
 
 class ProcessSet:
@@ -218,7 +200,7 @@ class Compression:
 
 
 @dataclass(eq=False)
-class Operation:
+class Operation(Future[Any]):
     """An operation that this rank submits, and its handle. Raises a ValueError if it cannot run."""
 
     kind: str  # such as "allreduce"
@@ -231,11 +213,10 @@ class Operation:
     postscale_factor: float = 1.0
     root_rank: int | None = None
     compression: Any = Compression.none
-    done = polled = False
+    polled = False
 
     def __post_init__(self) -> None:
-        self.result: Any = None
-        self.error: Exception | None = None
+        super().__init__()
         self.rows: list[list[int]] = []  # of every rank, when it runs: rows of each tensor; of alltoall, the splits
         if problem := self._problem():
             raise _wrong(f"{self.kind}: {problem}")
@@ -283,7 +264,7 @@ class Operation:
             found[at] = self.compression.decompress(_scaled(y, self.postscale_factor), context)
         for x, y in zip(_listed(self.given), found, strict=True) if self.in_place else ():
             x.detach().copy_(y)  # nothing, if it was written
-        self.result = self.given if self.in_place else found if isinstance(self.given, (list, tuple)) else found[0]
+        self.set_result(self.given if self.in_place else found if isinstance(self.given, (list, tuple)) else found[0])
         self.tensors = []
 
     # Each kind: runs on the tensors of one or more operations with the same arguments. Returns what is received.
@@ -340,22 +321,20 @@ def synchronize(handle: Operation) -> Any:
     operations that others have not submitted."""
     if not isinstance(handle, Operation):
         raise _wrong(f"expected a handle, which the forms with 'async' return, got {type(handle).__name__}")
-    while not handle.done:
+    while not handle.done():
         if handle.process_set.pending.get(str(handle.name)) is not handle:
             raise _wrong(f"{handle.kind} {handle.name!r}: its process set has been removed, or an error has ended it")
         _round(handle.process_set, handle.name)
-    if handle.error is not None:
-        raise handle.error
-    return handle.result
+    return handle.result()
 
 
 def poll(handle: Operation) -> bool:
     """Return whether an operation is done. The first poll of it only looks; a later one does what synchronize() does,
     since nothing runs in the background."""
-    if getattr(handle, "polled", True) and not getattr(handle, "done", False):
+    if not isinstance(handle, Operation) or (handle.polled and not handle.done()):
         synchronize(handle)
     handle.polled = True
-    return handle.done
+    return handle.done()
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -407,9 +386,8 @@ def _round(process_set: ProcessSet, waits: str | None) -> None:
                 one.finish([next(found) for _ in one.tensors])
         except Exception as error:
             for one in together:
-                one.error = error
-        for one in together:
-            one.done = True
+                if not one.done():
+                    one.set_exception(error)
 
 
 def _agree(process_set: ProcessSet, name: str, requests: dict[int, Any]) -> Operation | None:
@@ -429,7 +407,8 @@ def _agree(process_set: ProcessSet, name: str, requests: dict[int, Any]) -> Oper
     one = process_set.pending.pop(name, None)
     if one is not None:
         one.rows = [(request or first)["rows"] for request in requests.values()]
-        one.done, one.error = bool(problems), RankError(f"{one.kind} {name!r}", problems) if problems else None
+        if problems:
+            one.set_exception(RankError(f"{one.kind} {name!r}", problems))
     return None if problems else one
 
 
@@ -450,7 +429,7 @@ class _Function(torch.autograd.Function):
     def forward(ctx: Any, kind: str, fields: Any, *tensors: Tensor) -> Any:
         ctx.operation = Operation(kind, tensors, **fields)
         found = synchronize(ctx.operation)
-        ctx.operation.given = ctx.operation.result = None  # else the result would keep itself alive
+        ctx.operation.given = ctx.operation._result = None  # else the result would keep itself alive
         return tuple(found)
 
     @staticmethod
@@ -559,6 +538,7 @@ class _Distributed(torch.optim.Optimizer):
     """The methods added to an optimizer: it reduces gradients before its step."""
 
     process_set: ProcessSet
+    backward_passes_per_step: int
     _parameter_names: dict[Tensor, str]
     _fields: dict[str, Any]  # of each Operation
     _passes: Counter[Tensor]  # backward passes since the last synchronize(), by parameter
@@ -569,11 +549,6 @@ class _Distributed(torch.optim.Optimizer):
         if self._passes[p] > self.backward_passes_per_step:
             text = f"the gradient of {self._parameter_names[p]} was computed more than backward_passes_per_step="
             raise refusal(AssertionError, "HD702", f"{text}{self.backward_passes_per_step} times before step()")
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set the number of backward passes before each step."""
-        self.backward_passes_per_step = passes
-        self._passes.clear()
 
     def load_state_dict(self, *args: Any, **options: Any) -> None:
         self._passes.clear()
@@ -683,29 +658,34 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     used."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise _wrong("the state of torch.optim.LBFGS cannot be broadcast")
-    barrier()  # operations that were submitted before run first
-    states = concat([optimizer.state_dict()] if rank() == root_rank else [])
-    if len(states) != 1:
-        raise _wrong(f"broadcast_optimizer_state: root_rank {root_rank} means {len(states)} ranks")
+    state = _of_root(optimizer.state_dict(), root_rank, global_process_set)
     if rank() != root_rank:
-        optimizer.load_state_dict(states[0])
+        optimizer.load_state_dict(state)
+
+
+def _of_root(value: Any, root_rank: int, process_set: ProcessSet) -> Any:
+    """Return the root's value, a structure of hpcdist's, on every rank."""
+    if root_rank not in (process_set.ranks or ()):
+        raise _wrong(f"root_rank {root_rank} is not in {process_set}")
+    barrier(process_set)  # operations that were submitted before run first
+    found = concat([value] if rank() == root_rank else [], group=process_set.group)
+    if len(found) != 1:
+        raise _wrong(f"root_rank {root_rank} means {len(found)} ranks")
+    return found[0]
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Return the objects of all ranks on every rank, by pickle."""
-    handle = allgather_async(torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8), name, process_set)
-    parts = synchronize(handle).split([rows[0] for rows in handle.rows])
-    return [pickle.loads(part.numpy()) for part in parts]
+    """Return the objects of all ranks on every rank, by pickle. `name` is not used."""
+    barrier(process_set)
+    return list(map(pickle.loads, concat([pickle.dumps(obj)], group=process_set.group)))
 
 
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return the root's object on every rank, by pickle. `root_rank` is a rank of the world."""
-    if root_rank not in (process_set.ranks or ()):
-        raise _wrong(f"broadcast_object: root_rank {root_rank} is not in {process_set}")
-    found = allgather_object(obj if rank() == root_rank else None, name, process_set)
-    return obj if rank() == root_rank else found[process_set.ranks.index(root_rank)]
+    """Return the root's object on every rank, by pickle. `root_rank` is a rank of the world; `name` is not used."""
+    found = _of_root(pickle.dumps(obj), root_rank, process_set)
+    return obj if rank() == root_rank else pickle.loads(found)
 
 
 _REFUSED = {
