@@ -54,7 +54,7 @@ is_initialized = _fact("Whether init() has been called, and shutdown() has not."
 rank = _fact("The rank of this process.", lambda: world.current().rank)
 size = _fact("The number of processes.", lambda: world.current().world_size)
 local_rank = _fact("The rank among the processes of this node.", lambda: world.current().local_rank)
-local_size = _fact("The number of processes on this node.", lambda: world.current().settings.node_of.count(world.current().node))
+local_size = _fact("The number of processes on this node.", lambda: world.current().settings.node_of.count(cross_rank()))
 cross_rank = _fact("This node's number.", lambda: world.current().node)
 cross_size = _fact("The number of nodes.", lambda: world.current().nodes)
 mpi_built = mpi_enabled = _fact("True.", lambda: True)
