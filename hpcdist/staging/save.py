@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from concurrent import futures
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
@@ -63,7 +62,6 @@ VERB = "staging.save"
 # Seconds in which the call returns: Python gives a thread that plans a file 5 ms (sys.getswitchinterval) before the
 # caller's may go on.
 _HEAD_START = 1e-3
-_POLL = 0.5  # seconds; events tell earlier, unless a job has ended before its first step
 
 _flights: list[_Flight] = []  # saves in the background, of this process, in the order of the calls
 
@@ -172,10 +170,10 @@ def save(
 def _save_later(team: Team, given: dict[str, Any], buffer: Any) -> Handle[None]:
     """Copy the tensors, and save them in the background of the team."""
     check_threads()
-    flight = _Flight(team, _place(given["path"]))
+    place = _place(given["path"])
     wait_for(given["path"], after=team)
     held: list[SaveCall] = []  # freed when it is written
-    copied, problem = True, None
+    nbytes, copied, problem = 0, True, None
     try:
         local.refuse_tracing()
         if given["writer"] == "mpio":
@@ -185,7 +183,7 @@ def _save_later(team: Team, given: dict[str, Any], buffer: Any) -> Handle[None]:
         call = _check(**given)
         copies = _copied(call.tensors, buffer_of(team, buffer))
         copied = copies is not call.tensors
-        flight.nbytes = sum(x.nbytes for x in copies.values()) if copied else 0
+        nbytes = copied * sum(x.nbytes for x in copies.values())
         held.append(replace(call, tensors=copies))
     except Exception as error:  # raised by wait() on every rank
         problem = error
@@ -196,19 +194,13 @@ def _save_later(team: Team, given: dict[str, Any], buffer: Any) -> Handle[None]:
         return held.pop()
 
     def step(team: Team) -> None:
-        try:
-            time.sleep(_HEAD_START)
-            _save(team, checked)
-        finally:
-            flight.end()
+        time.sleep(_HEAD_START)
+        _save(team, checked)
 
+    team.calls[True] += 1
+    flight = _Flight(team, place, nbytes, submit(team, VERB, step))
     _flights.append(flight)
-    try:
-        team.calls[True] += 1
-        flight.handle = submit(team, VERB, step)
-    except BaseException:
-        flight.end()
-        raise
+    flight.handle._future.add_done_callback(lambda _: _flights.remove(flight))
     if not copied:
         flight.wait()
     return flight.handle
@@ -390,7 +382,7 @@ def plan_of_file(team: Team, name: str, traffic: Sequence[tuple[int, int, int]],
 planners[save] = _planned_save
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Flight:
     """A save in flight.
 
@@ -398,28 +390,18 @@ class _Flight:
         team: the ranks that save.
         place: the file, as far as its name is known.
         nbytes: of the copies of its tensors.
-        ended: set when it is complete, or has failed.
     """
 
     team: Team
     place: str | None
-    nbytes: int = 0
-    ended: threading.Event = field(default_factory=threading.Event)
-    handle: Handle[None] | None = None
-
-    def end(self) -> None:
-        """The save is complete, or has failed."""
-        with suppress(ValueError):  # another thread was first
-            _flights.remove(self)
-        self.ended.set()
+    nbytes: int
+    handle: Handle[None]
 
     def wait(self) -> None:
         """Wait for its end. An error is raised by wait() of its handle."""
         # No deadline: the save has one of its own.
         with activity.InCall(VERB, self.team, activity.NOBODY):
-            while not self.ended.wait(_POLL) and not (self.handle is not None and self.handle.done()):
-                pass
-        self.end()
+            futures.wait([self.handle._future])
 
 
 def wait_for(path: Any, after: Team | None = None) -> None:
@@ -462,7 +444,7 @@ def _copied(tensors: Mapping[str, Tensor], buffer: int) -> Mapping[str, Tensor]:
     bytes. If there is no memory for copies, return the tensors themselves."""
     needed = sum(x.nbytes for x in tensors.values())
     for flight in list(_flights):
-        if needed + sum(flight.nbytes for flight in list(_flights)) <= buffer:
+        if needed + sum(other.nbytes for other in list(_flights) if not other.handle.done()) <= buffer:
             break
         flight.wait()
     if needed > buffer:
