@@ -23,7 +23,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -328,7 +327,10 @@ def copy(
         RankError: on every rank, if anything failed on one; existing files are then as they were.
     """
     datasets = in_pieces(path, datasets, options.window)
-    mine = share(datasets, team.rank, team.size)
+    pieces = [(i, row, box) for i, d in enumerate(datasets) for row, box in enumerate(d.pieces)]
+    sizes = [box.size() * datasets[i].dtype.itemsize for i, _, box in pieces]
+    bounds = summed(layout.balance(sizes, team.size))
+    mine = pieces[bounds[team.rank] : bounds[team.rank + 1]]
     if path.endswith(safetensors.SUFFIX):
         options = replace(options, attrs={"format": "pt", **options.attrs})
     with meter(world, verb, sum(d.nbytes() for d in datasets) // team.size) as bar:
@@ -346,20 +348,6 @@ def copy(
             except HpcdistError as error:
                 file.fail(error)
     return len(mine), file.kept
-
-
-def share(datasets: Sequence[Dataset], rank: int, size: int) -> list[tuple[int, int, Box]]:
-    """Return the share of one of `size` ranks: (tensor, piece, box of the piece), where pieces are runs, in order.
-
-    A piece belongs to the rank in whose part of all bytes it begins.
-    """
-    first, found = summed([d.nbytes() for d in datasets]), []
-    total, last = int(first[-1]), rank + 1 == size
-    limits = total * rank // size, total * (rank + 1) // size + last  # the last has what begins at the end, too
-    for i, (start, d) in enumerate(zip(first[:-1], datasets, strict=True)):
-        low, high = np.searchsorted(start + d.pieces.starts * d.dtype.itemsize, limits).tolist()
-        found += [(i, row, d.pieces[row]) for row in range(low, high)]
-    return found
 
 
 def add_options(p: Parser) -> None:

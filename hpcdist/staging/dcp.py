@@ -19,7 +19,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import threading
 import weakref
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Sequence
@@ -72,7 +71,7 @@ from hpcdist.validation import local
 
 __all__ = ["HDF5Reader", "HDF5Writer", "plan_file"]
 
-_unfinished: dict[weakref.finalize[..., HDF5Writer], threading.Thread] = {}  # saves of this process, and their threads
+_unfinished: dict[str, weakref.finalize[..., HDF5Writer]] = {}  # by path, the latest save of this process
 _ADVICE = "HDF5Reader(..., allow_pickle=True) loads it, which can run any code: only for files that you trust"
 
 
@@ -248,7 +247,7 @@ class HDF5Writer(_OneFile, StorageWriter):
         CheckpointException: from dcp.save, on every rank. It names the ranks with an error, such as a tensor that a
             file cannot hold, or a full disk. It names all ranks if the planner keeps plans from one save to the next
             (``enable_plan_caching``). The old file is unchanged. Without `resume`, the unfinished file is removed at
-            the next save, when this writer is dropped, or at the end of the program.
+            the next save to its name, when this writer is dropped, or at the end of the program.
         ValueError: ``use_collectives=False``: the ranks would not agree on the file.
 
     Example::
@@ -303,20 +302,15 @@ class HDF5Writer(_OneFile, StorageWriter):
         """Lay out the file, on the coordinator, and return the place of each rank's data.
 
         DCP does not tell the coordinator that another rank has failed. An unfinished file is removed when the writer is
-        used again or dropped, or when the program ends. It is also removed when this thread begins another save, or
-        another thread does so after the end of this one.
+        used again or dropped, at the next save to this name, which waits for this one, or when the program ends.
         """
         self._give_up()
-        thread = threading.current_thread()
-        for end, owner in [*_unfinished.items()]:
-            if owner is thread or not owner.is_alive():  # a thread is in one save at a time
-                _unfinished.pop(end, None)
-                end()
+        if (earlier := _unfinished.pop(self._path, None)) is not None:
+            earlier()
         datasets, self._firsts = plan_file(plans, self._options.window)
         self._target = Target(self._path, datasets, self._options)
         laid = self._target.lay_out()
-        self._end = weakref.finalize(self, self._target.discard)
-        _unfinished[self._end] = thread
+        self._end = _unfinished[self._path] = weakref.finalize(self, self._target.discard)
         starts = dict(zip((d.name for d in datasets), laid.data, strict=True))
         # On one host, all ranks write into one cache. Clients of a shared file system may write back whole pages: of
         # several hosts, only the coordinator writes pages that a run of an item does not fill.
@@ -387,6 +381,7 @@ class HDF5Writer(_OneFile, StorageWriter):
         """Discard the file that is being written, unless it is complete; its name keeps the old one."""
         end, self._end, self._target = self._end, None, None
         if end is not None:
+            _unfinished.pop(self._path, None)
             end()
 
 

@@ -40,18 +40,18 @@ _ROUND = 2**20  # bytes of edges that a rank sends at a time
 _SHARE = 16  # consecutive pages that belong to one rank
 
 
-def missing(name: str) -> str | None:
-    """Explain why a driver cannot be used here, and how to get it; None if it can."""
+def missing() -> str | None:
+    """Explain why mpio cannot be used here, and how to get it; None if it can."""
     import h5py
 
-    if name != "mpio" or h5py.get_config().mpi:
+    if h5py.get_config().mpi:
         return None
     page = "docs/start/install.md describes the build with MPI"
     return f"h5py {h5py.__version__} was built without MPI ({page})"
 
 
-def active(name: str = "auto") -> tuple[str, str]:
-    """The writer that is used for ``writer=name`` here, and why. On this rank alone; no file is touched.
+def active() -> tuple[str, str]:
+    """The writer that is used for ``writer="auto"`` here, and why. On this rank alone; no file is touched.
 
     Returns:
         ("mpio", why) or ("posix", why).
@@ -63,10 +63,7 @@ def active(name: str = "auto") -> tuple[str, str]:
     """
     import h5py
 
-    if name != "auto":
-        return name, "asked for"
-    reason = missing("mpio")
-    if reason:
+    if (reason := missing()) is not None:
         return "posix", reason
     return "mpio", f"h5py {h5py.__version__} has parallel HDF5 {h5py.version.hdf5_version}"
 

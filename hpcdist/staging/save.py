@@ -279,9 +279,9 @@ def _driver_of(writer: Any) -> str:
     """The driver that is used."""
     if writer not in drivers.NAMES:
         raise ArgumentError("HD419", f"writer is {writer!r}, expected one of {', '.join(drivers.NAMES)}")
-    if (reason := drivers.missing(writer)) is not None:
-        raise ArgumentError("HD419", f"writer {writer} cannot be used: {reason}")
-    return drivers.active(writer)[0]
+    if writer == "mpio" and (reason := drivers.missing()) is not None:
+        raise ArgumentError("HD419", f"writer mpio cannot be used: {reason}")
+    return drivers.active()[0] if writer == "auto" else str(writer)
 
 
 def _save(team: Team, check: Callable[[], SaveCall]) -> None:

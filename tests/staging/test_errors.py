@@ -111,7 +111,7 @@ def test_ranks_that_differ(world, folder, monkeypatch):
     }
     for text, given in cases.items():
         if not given:
-            monkeypatch.setattr(drivers, "active", lambda name: ("posix" if odd else "mpio", ""))
+            monkeypatch.setattr(drivers, "active", lambda: ("posix" if odd else "mpio", ""))
         refused(world, text, save, folder, ranks=[last(world)], **given)
         holds(world, folder)
     monkeypatch.undo()

@@ -20,7 +20,7 @@ from hpcdist import staging
 from hpcdist.formats.paths import Commit
 from hpcdist.staging import drivers
 
-POINTS = 300 if ALL else 8 if drivers.missing("mpio") is None else 6
+POINTS = 300 if ALL else 8 if drivers.missing() is None else 6
 KINDS = 6  # of turns: the writer, the dim and the number of ranks
 ROWS = 1000, 100  # of each rank, by dim
 
