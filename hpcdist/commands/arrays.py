@@ -187,22 +187,19 @@ def reading(tensors: Sequence[tuple[OpenFiles, Stored]], window: int, most: int)
 
     Args:
         tensors: each with its files.
-        window: bytes of host memory, half of which are for what is read.
+        window: bytes of host memory, half of which are for the tensors that are filled.
         most: how many tensors stay open; some formats' libraries hold all of each in memory.
     """
     opened: dict[int, TensorReader] = {}
 
     def read(i: int, box: Box, out: Tensor) -> None:
         files, stored = tensors[i]
-        half = window // 2
-        if stored.raw is not None and layout.runs(box, stored.shape)[1] == 1:
-            half = max(half, 2 * out.nbytes)  # straight into `out`, a piece of any size at once
         with file_errors(f"{files.contents.path}: {stored.name}".rstrip(": ")):
             if i not in opened:
                 if len(opened) >= most:
                     opened.pop(next(iter(opened))).files.close()
-                opened[i] = TensorReader(files, stored, verify=True)
-            opened[i].read(box, out, half)
+                opened[i] = TensorReader(files, stored, window, verify=True)
+            opened[i].read(box, out)
 
     try:
         yield read

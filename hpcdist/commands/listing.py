@@ -85,10 +85,10 @@ def _verify(world: World, contents: Contents, as_json: bool) -> int:
         total = sum(box.size() * stored.dtype.itemsize for stored, _, box in mine)
         with OpenFiles(contents) as files, meter(world, "verify", total) as bar:
             for stored, row, box in mine:
-                reader = TensorReader(files, stored)
+                reader = TensorReader(files, stored, WINDOW)
                 try:
                     if row is None:
-                        reader.read(box, pool.empty(box.shape, stored.dtype, "cpu", fixed=True), WINDOW)
+                        reader.read(box, pool.empty(box.shape, stored.dtype, "cpu", fixed=True))
                     else:
                         reader.check(row)
                 except FileError as error:

@@ -29,6 +29,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,27 +55,21 @@ def _kind(found: os.stat_result) -> str | None:
 
 
 @contextmanager
-def file_errors(what: str) -> Iterator[None]:
+def file_errors(what: str | Path, written: bool = False) -> Iterator[None]:
     """Make a FileError about `what`, such as a path, of every error of the system or of a format's library."""
     try:
         yield
     except FileError:
         raise
-    except (FileNotFoundError, NotADirectoryError):
-        raise FileError("HD401", f"{what}: no such file") from None
     except Exception as error:  # each library has errors of its own for a damaged file
+        if written:
+            raise FileError("HD410", f"{what}: cannot be written: {reason(error)}") from error
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise FileError("HD401", f"{what}: no such file") from None
         raise FileError("HD402", f"{what}: cannot be read: {reason(error)}") from error
 
 
-@contextmanager
-def write_errors(what: str | Path) -> Iterator[None]:
-    """As file_errors(), for writes."""
-    try:
-        yield
-    except FileError:
-        raise
-    except Exception as error:
-        raise FileError("HD410", f"{what}: cannot be written: {reason(error)}") from error
+write_errors = partial(file_errors, written=True)
 
 
 def check_regular(path: str) -> os.stat_result:

@@ -34,18 +34,11 @@ _WRITE = 2  # SYNC_FILE_RANGE_WRITE
 _LARGEST = 2**16  # bytes: a preferred block may be a stripe of many MiB, which no client caches as one page
 
 
-def digest() -> Any:
-    """Begin a checksum: XXH3, 64 bits."""
+def digest(data: bytes | memoryview = b"") -> Any:
+    """Begin a checksum, with these bytes: XXH3, 64 bits."""
     import xxhash
 
-    return xxhash.xxh3_64()
-
-
-def checksum(data: memoryview) -> int:
-    """Return the checksum of bytes in memory."""
-    import xxhash
-
-    return int(xxhash.xxh3_64_intdigest(data))
+    return xxhash.xxh3_64(data)
 
 
 def page_size(folder: Path) -> int:

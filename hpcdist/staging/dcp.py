@@ -185,7 +185,7 @@ class HDF5Reader(_OneFile, StorageReader):
                 planner.load_bytes(item, self._value(name, contents.checkpoint["values"][name]))
         with OpenFiles(contents) as files:
             readers = {
-                name: TensorReader(files, contents.tensors[name], self._verify)
+                name: TensorReader(files, contents.tensors[name], self._window, self._verify)
                 for name in {item.storage_index.fqn for item in tensors}
             }
             try:
@@ -210,11 +210,11 @@ class HDF5Reader(_OneFile, StorageReader):
         lazy = target.is_conj() or target.is_neg()  # its memory holds other values than it shows
         if target.dtype == stored.dtype and (target.is_cpu or accelerator.holds(target)) and not lazy:
             written(target, None)
-            reader.read(box, target, self._window)
+            reader.read(box, target)
             return
         for part in layout.boxes(box, max(1, self._window // 2 // stored.dtype.itemsize)):
             x = torch.empty(part.shape, dtype=stored.dtype, device="cpu")
-            reader.read(part, x, self._window // 2)
+            reader.read(part, x)
             target[part.slices(box.offset)].copy_(x)
 
 

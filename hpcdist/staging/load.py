@@ -149,7 +149,8 @@ class _Load:
 
     def reader(self, key: str) -> TensorReader:
         """Return a reader of one tensor; what it computes from the table of its pieces is freed with it."""
-        return TensorReader(self.files, replace(self.tensors[key]), self.same["verify"], self.progress)
+        stored = replace(self.tensors[key])
+        return TensorReader(self.files, stored, self.same["window"], self.same["verify"], self.progress)
 
 
 def _targets(call: _Load) -> Iterator[tuple[str, Tensor]]:
@@ -177,13 +178,12 @@ def kept(problems: list[str]) -> Iterator[None]:
 
 def _read(call: _Load, key: str, out: Tensor, problems: list[str]) -> None:
     """Read a tensor, of which `out` is this rank's part; keep the errors of this rank. Collective."""
-    reader, window, me = call.reader(key), call.same["window"], call.team.rank
-    wants = call.wants[key]
+    reader, wants, me = call.reader(key), call.wants[key], call.team.rank
     if call.methods[key] == ALONE:
         with kept(problems):
-            reader.read(wants[me], out, window)
+            reader.read(wants[me], out)
         return
-    plan, rows = plan_load(call.tensors[key], wants, window, call.same["verify"])
+    plan, rows = plan_load(call.tensors[key], wants, reader.window, reader.verify)
     if reader.verify and rows is None:  # pieces too large for the window: checked on their own
         with kept(problems):
             for number in range(me, len(reader.stored.boxes), call.team.size):
@@ -198,7 +198,7 @@ def _read(call: _Load, key: str, out: Tensor, problems: list[str]) -> None:
             in_table = None if rows is None or reader.verify is False else int(rows[row])
             if (reader.verify and rows is not None) or len(wants.intersecting(box)):
                 with kept(problems):
-                    reader.fill(box, in_table, piece, window)
+                    reader.fill(box, in_table, piece)
         deliver(call.team, plan, piece, out, round_, scratch)
 
 

@@ -177,7 +177,7 @@ class ReadFile:
             check_out(out, box.shape, stored.dtype, name)
             target = written(out, out.detach())
         try:
-            TensorReader(self._files, stored, verify).read(box, target, self._window)
+            TensorReader(self._files, stored, self._window, verify).read(box, target)
         except OSError as error:
             raise FileError("HD402", f"{self._contents.path}: cannot be read: {reason(error)}") from error
         return target if out is None else out

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -91,42 +92,43 @@ def open_files(find: Callable[[], Contents], on_all: Callable[[Callable[[], bool
         time.sleep(naps.pop())
 
 
+@dataclass(eq=False)
 class TensorReader:
     """A tensor of a file.
 
-    Args:
+    Attributes:
+        window: bytes of host memory that may be used besides what is read into.
         verify: True: every piece of which something is read is checked, and read whole for that if need be; None: those
             that are read whole anyway; False: none.
         progress: called with the number of bytes that have just been read.
     """
 
-    def __init__(
-        self,
-        files: OpenFiles,
-        stored: Stored,
-        verify: bool | None = None,
-        progress: Callable[[int], None] | None = None,
-    ) -> None:
-        self.files, self.stored, self.verify, self.progress = files, stored, verify, progress
-        self.path = files.contents.path if stored.raw is None else stored.raw.path
-        self._checked: set[int] = set()
-        self._library: tuple[int, Slices] | None = None  # for this descriptor
-        self._part: tuple[int, Raw | Tensor] | None = None  # the last part of a tensor in parts
+    files: OpenFiles
+    stored: Stored
+    window: int
+    verify: bool | None = None
+    progress: Callable[[int], None] | None = None
+    _checked: set[int] = field(default_factory=set, init=False)
+    _library: tuple[int, Slices] | None = field(default=None, init=False)  # for this descriptor
+    _part: tuple[int, Raw | Tensor] | None = field(default=None, init=False)  # the last part of a tensor in parts
+
+    def __post_init__(self) -> None:
+        self.path = self.files.contents.path if self.stored.raw is None else self.stored.raw.path
 
     @property
     def fd(self) -> int:
         return self.files.fd(self.path)
 
-    def read(self, want: Box, out: Tensor, window: int) -> None:
+    def read(self, want: Box, out: Tensor) -> None:
         """Read a box into `out`, a tensor of its shape on any device.
 
         Raises:
             FileError: a checksum is wrong, or the file ends early; OSError: it cannot be read.
         """
-        parts = self._parts(want, piece_limit(window // 2, out.itemsize))
+        parts = self._parts(want, piece_limit(self.window // 2, out.itemsize))
         local = [box.relative_to(want.offset) for box, _ in parts]
         for (box, row), target in zip(parts, incoming(out, local), strict=True):
-            self.fill(box, row, target, window)
+            self.fill(box, row, target)
 
     def _parts(self, want: Box, limit: int) -> list[tuple[Box, int | None]]:
         """Return the parts in which a box is read, of at most `limit` elements; and the piece that each is in, if that
@@ -142,15 +144,15 @@ class TensorReader:
             for cut in layout.boxes(box, limit)
         ]
 
-    def fill(self, box: Box, row: int | None, target: Tensor, window: int) -> None:
+    def fill(self, box: Box, row: int | None, target: Tensor) -> None:
         """Read a box into contiguous host memory; the piece `row`, which holds it, is checked."""
         if row is not None and self.stored.boxes[row] == box:
-            self._prove(row, partial(self._read_piece, box, target, window))
+            self._prove(row, partial(self._read_piece, box, target))
         else:
             if row is not None:
                 self.check(row)
             with self._truncation():
-                self._read(box, target, window)
+                self._read(box, target)
         activity.touch()
         if self.progress is not None:
             try:
@@ -170,18 +172,19 @@ class TensorReader:
         buffer = torch.empty(min(limit, box.size()), dtype=self.stored.dtype, device="cpu")
         for part in layout.boxes(box, limit):
             x = buffer[: part.size()].view(part.shape)
-            self._read(part, x, 2 * _PART)
+            self._read(part, x)
             digest.update(memory(x))
         return int(digest.intdigest())
 
-    def _read(self, box: Box, out: Tensor, window: int) -> None:
+    def _read(self, box: Box, out: Tensor) -> None:
         """Read a box into a CPU tensor, without checks."""
         if self.stored.raw is not None:
-            self.stored.raw.read(self.fd, box, out, window)
+            self.stored.raw.read(self.fd, box, out, self.window)
         elif self.stored.parts is not None:
-            self._read_parts(box, out, window)
+            self._read_parts(box, out)
         else:
-            for part in layout.boxes(box, max(1, window // (2 * out.itemsize))):  # the library has a copy of its own
+            limit = max(1, self.window // (2 * out.itemsize))  # the library has a copy of its own
+            for part in layout.boxes(box, limit):
                 bits(out)[part.slices(box.offset)].copy_(bits(self._by_library(part)))
 
     def _by_library(self, box: Box) -> Tensor:
@@ -194,7 +197,7 @@ class TensorReader:
         except FileError as error:
             raise FileError(str(error).replace(path, self.path)) from error
 
-    def _read_parts(self, box: Box, out: Tensor, window: int) -> None:
+    def _read_parts(self, box: Box, out: Tensor) -> None:
         boxes = self.stored.part_boxes
         for row in boxes.intersecting(box).tolist():
             part = boxes[row]
@@ -204,7 +207,7 @@ class TensorReader:
             if isinstance(where, Tensor):
                 bits(target).copy_(bits(where[inner.slices()]))
             else:
-                where.read(fd, inner, target, window)
+                where.read(fd, inner, target, self.window)
 
     def _located(self, row: int, part: Box) -> tuple[int, Raw | Tensor]:
         """Return the place of a part, or the part itself if it can only be read whole; and its file's descriptor."""
@@ -220,12 +223,12 @@ class TensorReader:
             self._part = row, torch_files.part_of(what, fd, start, nbytes, part, dtype)
         return fd, self._part[1]
 
-    def _read_piece(self, box: Box, target: Tensor, window: int) -> int:
+    def _read_piece(self, box: Box, target: Tensor) -> int:
         """Read a piece into contiguous host memory; its checksum."""
         where = self.stored.raw
         if where is None or where.cover(box) != box:
-            self._read(box, target, window)
-            return plain.checksum(memory(target))
+            self._read(box, target)
+            return int(plain.digest(memory(target)).intdigest())
         digest = plain.digest()
         where.read_runs(self.fd, box, target, digest)
         return int(digest.intdigest())

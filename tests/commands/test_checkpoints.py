@@ -71,13 +71,14 @@ def test_every_tensor_is_read_as_torch_reads_it(monkeypatch):
             if key == "model/large":
                 continue
             source = arrays.described(f"{path}:{key}")
-            array = TensorReader(OpenFiles(source.contents), source.stored, verify=True)
+            array = TensorReader(OpenFiles(source.contents), source.stored, 8, verify=True)
             with array.files:
                 for dim, start in [(d, start) for d, extent in enumerate(x.shape) for start in range(extent)]:
                     part = expected.narrow(dim, start, 1)
                     out = torch.empty(part.shape[::-1], dtype=x.dtype).permute(*reversed(range(x.dim())))
                     offset = tuple(start * (d == dim) for d in range(x.dim()))
-                    array.read(Box(offset, tuple(part.shape)), out, (8, 200, 2**20)[start % 3])
+                    array.window = (8, 200, 2**20)[start % 3]
+                    array.read(Box(offset, tuple(part.shape)), out)
                     assert same_bits(out, part), f"{path}: {key}, dim {dim}, {start}"
     with pytest.raises(InputError, match=r"holds 17 arrays; name one as new\.pt:NAME; it has: model/conjugate, "):
         load("new.pt")
