@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
 import tempfile
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,12 +26,10 @@ from hpcdist.formats.contents import Dataset, FileMap
 from hpcdist.formats.known import format_of
 from hpcdist.formats.paths import patiently
 from hpcdist.layout import Box
-from hpcdist.layout.box import Ints, summed
+from hpcdist.layout.box import Ints
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 NAMES = ("auto", "mpio", "posix")
 _AHEAD = 2**22  # bytes that are written before the disk starts: with more, the sync at the end has more to do
@@ -38,6 +37,7 @@ _LONGEST = 200  # bytes of a path that Open MPI's MPI-IO can use, with the suffi
 _STEP = 2**22  # bytes that mpio writes at a time; a call costs more there than a system call
 _ROUND = 2**20  # bytes of edges that a rank sends at a time
 _SHARE = 16  # consecutive pages that belong to one rank
+_HEAD = struct.Struct("qq")  # of a run of edges: its position and its bytes
 
 
 def missing() -> str | None:
@@ -111,6 +111,13 @@ class Edges:
         self._size = self._data.tell()
         self._rows.append(rows[rows[:, 0] < rows[:, 1]])
 
+    def _runs(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the runs: position and bytes of each."""
+        self._data.seek(0)
+        for rows in self._rows:
+            for start, end in rows.tolist():
+                yield start, self._data.read(end - start)
+
     def take(self) -> list[tuple[int, bytes]]:
         """Return the runs kept since the last call: (position, bytes) of each.
 
@@ -121,8 +128,7 @@ class Edges:
         if self._taken > self._limit:
             text = "bytes of short runs lie in pages that several hosts write: more than window"
             raise refusal(ValueError, "HD419", f"{self._taken:,} {text}={self._limit:,}")
-        self._data.seek(0)
-        found = [(start, self._data.read(end - start)) for rows in self._rows for start, end in rows.tolist()]
+        found = list(self._runs())
         self._rows, self._size = [], 0
         return found
 
@@ -137,28 +143,31 @@ class Edges:
         Returns:
             The error on this rank, if there was one; the others have received all of their bytes.
         """
-        rows = np.concatenate([np.empty((0, 2), np.int64), *self._rows])
-        owners, at = self._owners(rows[:, 0], arrays, team.size), summed(rows[:, 1] - rows[:, 0])
-        self._data.seek(0)
-        problem, more, first = None, True, 0
+        table = sorted(of for of in arrays if of[0] < of[1])
+
+        def owner(place: int) -> int:
+            number = place // self._page
+            at = bisect_right(table, number * self._page, key=itemgetter(0)) - 1
+            alone = at >= 0 and (number + 1) * self._page <= table[at][1]
+            return number // _SHARE % team.size if alone else 0
+
+        runs, problem, more = self._runs(), None, True
         while more:
-            end = int(np.searchsorted(at, at[first] + _ROUND, "right")) - 1
-            data = np.frombuffer(self._data.read(int(at[end] - at[first])), np.uint8)
-            arrived = _exchanged(team.comm, rows[first:end], data, owners[first:end])
-            more, first = not objects.everywhere(team.comm, end == len(rows)), end
+            sends, size = [bytearray() for _ in range(team.size)], 0
+            for place, run in runs:
+                sends[owner(place)] += _HEAD.pack(place, len(run)) + run
+                size += len(run)
+                if size >= _ROUND:
+                    break
+            arrived = _exchanged(team.comm, sends)
+            more = not objects.everywhere(team.comm, size < _ROUND)
             try:
-                _write_sorted(*arrived, write)
+                for place, data in arrived:
+                    write(place, memoryview(data))
             except Exception as error:  # reported when no rank waits for this one
                 problem = problem or error
         self.close()
         return problem
-
-    def _owners(self, places: Ints, arrays: Sequence[tuple[int, int]], size: int) -> Ints:
-        """The rank of `size` that writes the page of each byte."""
-        table = np.array([(0, 0), *sorted(of for of in arrays if of[0] < of[1])], np.int64)
-        pages = places // self._page * self._page
-        end = table[np.searchsorted(table[:, 0], pages, "right") - 1, 1]
-        return np.where(pages + self._page <= end, pages // self._page // _SHARE % size, 0)
 
     def close(self) -> None:
         """Free all of it. Closing again does nothing."""
@@ -166,37 +175,26 @@ class Edges:
         self._rows = []
 
 
-def _sorted(rows: Ints, data: Bytes, key: Ints) -> tuple[Ints, Bytes]:
-    """Sort runs, whose bytes follow each other in `data`, by a key."""
-    order, lengths = np.argsort(key, kind="stable"), rows[:, 1] - rows[:, 0]
-    starts, lengths = (np.cumsum(lengths) - lengths)[order], lengths[order]
-    shifts = starts - (np.cumsum(lengths) - lengths)
-    return rows[order], data[np.repeat(shifts, lengths) + np.arange(len(data))]
+def _exchanged(comm: MPI.Comm, sends: Sequence[bytearray]) -> list[tuple[int, bytearray]]:
+    """Send runs to each rank; return those that arrive, in the order of the file, adjacent ones joined. Collective."""
+    from mpi4py import MPI
 
-
-def _exchanged(comm: MPI.Comm, rows: Ints, data: Bytes, dests: Ints) -> tuple[Ints, Bytes]:
-    """Send runs, whose bytes follow each other in `data`, to other ranks; return those that arrive. Collective."""
-    rows, data = _sorted(rows, data, dests)
-    borders = np.searchsorted(np.sort(dests), np.arange(comm.size + 1))
-    counts = np.diff([borders, summed(rows[:, 1] - rows[:, 0])[borders]]).T.copy()  # of runs and of bytes, by rank
+    counts = np.array(list(map(len, sends)))
     arriving = np.empty_like(counts)
     comm.Alltoall(counts, arriving)
-    runs, nbytes = arriving.sum(axis=0).tolist()
-    heads, blocks = np.empty((runs, 2), np.int64), np.empty(nbytes, np.uint8)
-    comm.Alltoallv([rows, (2 * counts[:, 0]).tolist()], [heads, (2 * arriving[:, 0]).tolist()])
-    comm.Alltoallv([data, counts[:, 1].tolist()], [blocks, arriving[:, 1].tolist()])
-    return heads, blocks
-
-
-def _write_sorted(rows: Ints, data: Bytes, write: Callable[[int, memoryview], object]) -> None:
-    """Write runs in the order of the file; adjacent ones at once."""
-    if not len(rows):
-        return
-    rows, data = _sorted(rows, data, rows[:, 0])
-    breaks = np.flatnonzero(rows[1:, 0] != rows[:-1, 1]) + 1
-    ends = np.cumsum(rows[:, 1] - rows[:, 0])
-    for place, run in zip(rows[[0, *breaks], 0].tolist(), np.split(data, ends[breaks - 1]), strict=True):
-        write(place, run.data)
+    got, at, runs = bytearray(int(arriving.sum())), 0, list[tuple[int, bytearray]]()
+    comm.Alltoallv([b"".join(sends), counts.tolist(), MPI.BYTE], [got, arriving.tolist(), MPI.BYTE])
+    while at < len(got):
+        place, nbytes = _HEAD.unpack_from(got, at)
+        at += _HEAD.size + nbytes
+        runs.append((place, got[at - nbytes : at]))
+    joined = list[tuple[int, bytearray]]()
+    for place, run in sorted(runs):
+        if joined and joined[-1][0] + len(joined[-1][1]) == place:
+            joined[-1][1].extend(run)
+        else:
+            joined.append((place, run))
+    return joined
 
 
 class PartFile:
