@@ -241,7 +241,8 @@ def report(trace: Trace, page: Path) -> str:
     waits = np.bincount(rows.call * world + last, waited, kinds * world).reshape(kinds, world)
     slowest, final = waits.argmax(1), rows.last == rows.rank
     share = of_call(final & (rows.rank == slowest[rows.call])) / np.maximum(of_call(final), 1)
-    power, count = np.unique(np.frexp(np.maximum(rows.payload - 1, 0))[1], return_counts=True)
+    bounds = np.where(rows.payload, 2.0 ** np.frexp(np.maximum(rows.payload - 1, 0))[1], 0)
+    up_to, count = np.unique(bounds, return_counts=True)
     by_rank = {
         "rank": range(world),
         "others wait (s)": caused.sum(1),
@@ -256,12 +257,14 @@ def report(trace: Trace, page: Path) -> str:
         "of it waiting": waits.sum(1) / present,
         "last to arrive": (f"rank {r} in {part:.0%}" if part else "-" for r, part in zip(slowest, share, strict=True)),
         "mean size": map(show_bytes, of_call(rows.payload) / np.maximum(of_call(), 1)),
-        "imbalance": of_call(rows.largest) / np.maximum(of_call(rows.payload), 1),
+        "skew": of_call(rows.largest) / np.maximum(of_call(rows.payload), 1),
     }
     tables = [
         Table("Time that others waited for each rank", caused.sum(1), by_rank),
         Table("Time in each call", of_call(took), by_call),
-        Table("Data that a rank passes to a call", count, {"up to": map(show_bytes, 2.0**power), "calls": count}),
+        Table(
+            "Data that a rank passes to a call", count, {"up to": map(show_bytes, up_to), "calls": count}, largest=False
+        ),
     ]
     lines = _lines(trace, caused.sum(1), waits)
     step = -(-world // _CELLS)

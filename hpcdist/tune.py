@@ -157,14 +157,15 @@ def _report(place: Place, found: dict[str, list[Rule]], checks: list[_Check]) ->
         [x.operation, show_bytes(x.total), f"{x.times}:1", x.chosen, x.best, x.slower(x.chosen), x.slower(x.default)]
         for x in checks
     ]
+    of_rules = "each from its total and skew on" if rules else "because no algorithm beats the default"
     concats = {(x.total, x.times): x.seconds[x.chosen] for x in checks if x.operation == "allgatherv"}
     skewed = [seconds / concats[total, 1] for (total, times), seconds in concats.items() if times > 1]
     return "\n\n".join(
         [
-            f"{place}: {plural(len(rules), 'rule')}, each from its total and skew on",
+            f"{place}: {plural(len(rules), 'rule')}, {of_rules}",
             *([table(["operation", "from total", "from skew", "algorithm"], rules)] if rules else []),
             "Other sizes, as a check: by how much a call is slower than the fastest algorithm",
-            table(["operation", "total", "skew", "by these rules", "fastest", "slower by", "the default by"], rows),
+            table(["operation", "total", "shares", "by these rules", "fastest", "slower by", "the default by"], rows),
             f"Within 5 % or 20 us of the fastest: {sum(x.near(x.chosen) for x in checks)} of {len(checks)} by these "
             f"rules, {sum(x.near(x.default) for x in checks)} by the default\n"
             f"An allgatherv of {_SKEWED}:1 takes at most {max(skewed):.2f} times as long as an even one of this total",

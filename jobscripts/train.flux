@@ -1,5 +1,5 @@
 #!/bin/bash
-# A training with DistributedDataParallel: CPU ranks over MPI, or one GPU per rank with --gpus-per-node:
+# A training with DistributedDataParallel, one GPU per rank:
 #     flux batch train.flux --epochs 10
 #
 # Edit: the #flux: lines (options given to flux batch override them), the lines that load your environment,

@@ -278,8 +278,8 @@ def _versions(facts: Facts) -> Verdict:
 
 @Check(
     "software", "start of Python", "start prefix",
-    fix="a copy on each node: `env=$(srun --ntasks-per-node=1 python -m hpcdist.stage_env ENVIRONMENT); srun "
-    "$env/bin/python ...`; or a container image: `apptainer build env.sif`",
+    fix="a copy on each node: `env=$(srun -n $SLURM_NNODES --ntasks-per-node=1 python -m hpcdist.stage_env "
+    "ENVIRONMENT); srun $env/bin/python ...`; or a container image: `apptainer build env.sif`",
 )  # fmt: skip
 def _start(ranks: Ranks) -> Verdict:
     """Python, torch and hpcdist took half a minute or more to start. They read thousands of small files from a file
@@ -338,7 +338,7 @@ def _show(cores: Iterable[int]) -> str:
 @Check(
     "cores", "cores", "cores", per=NODE,
     fix=f"cores of its own for each rank: {_BIND}; `hpcdist.init(bind='numa')`, `hpcdist run --bind numa`; "
-    "no taskset in the job script; `srun --hint=nomultithread`",
+    "no taskset around srun; `srun --hint=nomultithread`",
 )  # fmt: skip
 def _cores(ranks: Ranks) -> Verdict:
     """There are more ranks than cores, or ranks are bound to cores that overlap, or to hardware threads (SMT) of one
@@ -376,11 +376,11 @@ def _torch_threads(ranks: Ranks) -> Verdict:
     fix="fewer ranks per node; `srun --mem=0` (all memory of the node), `--mem-per-cpu=4G`; `docker run --memory=64g`",
 )  # fmt: skip
 def _memory(ranks: Ranks) -> Verdict:
-    """The node, or the control group of the job, leaves less than 1 GiB (broken: 256 MiB) for each rank."""
+    """The node, or the cgroup of the job, leaves less than 1 GiB (broken: 256 MiB) for each rank."""
     found, share = ranks[0]["memory"], min(facts["memory"]["available"] for facts in ranks) / len(ranks)
     text = f"{show_bytes(found['available'])} free of {show_bytes(found['host'])}"
     if found["limit"] and found["limit"] < found["host"]:
-        text += f", and the control group {found['group']} may have {show_bytes(found['limit'])}"
+        text += f", and the cgroup {found['group']} may have {show_bytes(found['limit'])}"
     text += f", for {plural(len(ranks), 'rank')}"
     if share < _TOO_LITTLE:
         return "broken", f"{text}: the kernel ends processes that need more"
@@ -568,7 +568,8 @@ def _shm(ranks: Ranks) -> Verdict:
 
 @Check("folders", "staging folder", "staging.free", errors="staging", fix=_OTHER_FOLDER)
 def _folder(ranks: Ranks) -> Verdict:
-    """The folder cannot be written or read, is not shared by the nodes, or is almost full (`df -h`)."""
+    """The folder of route hdf5 cannot be written or read, is not shared by the nodes, or is almost full (`df -h`).
+    `staging.save` does not use it, and writes to the path that you pass."""
     found, count = ranks[0]["staging"], len(ranks)
     blind = [facts for facts in ranks if facts.get("sees") is False]
     if blind:

@@ -295,7 +295,7 @@ def _check_resumed(folder, ended):
     assert (report["pieces"], report["pieces_kept"]) == (PIECES, PIECES - len(second))
     assert np.array_equal(_written(folder / "whole.h5"), WHOLE)
     assert ended.restarts == 1
-    told = ["run 1 of this job", "the time is nearly up", "back to the queue", "run 2 of this job", '{"verb"']
+    told = ["run 1 of this job", "the time limit is near", "back to the queue", "run 2 of this job", '{"verb"']
     places = [ended.out.index(text) for text in told]
     assert places == sorted(places)  # the second run's output is added to that of the first
     assert not list(folder.glob(".whole.h5.*"))

@@ -131,7 +131,7 @@ MADE_UP = {
         "start of Python",
         "warning: Python, torch and hpcdist started in 95.0 s on rank 3 on b: many small files, from the environment "
         "/sw/env (lustre at /sw)",
-        "env=$(srun --ntasks-per-node=1 python -m hpcdist.stage_env ENVIRONMENT)",
+        "env=$(srun -n $SLURM_NNODES --ntasks-per-node=1 python -m hpcdist.stage_env ENVIRONMENT)",
     ),
     "long TMPDIR": (("temporary.folder", f"/local/{'x' * 70}"), "TMPDIR", "broken: /local/xxx", "export TMPDIR=/tmp"),
     "no TMPDIR": (
@@ -168,7 +168,7 @@ MADE_UP = {
     "little memory": (
         ("memory.available", 2**30, 2, 3),
         "memory",
-        "warning: 1.0 GiB free of 512.0 GiB, and the control group /sys/fs/cgroup/job_7 may have 256.0 GiB, for 2 "
+        "warning: 1.0 GiB free of 512.0 GiB, and the cgroup /sys/fs/cgroup/job_7 may have 256.0 GiB, for 2 "
         "ranks: little for torch and its data (ranks 2-3 on b)",
         "srun --mem=0",
     ),
