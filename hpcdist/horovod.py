@@ -357,14 +357,14 @@ def join(device: int = -1) -> int:
 def _round(process_set: ProcessSet, waits: str | None) -> None:
     """Run the operations that all ranks have submitted. `waits` is the one that this rank waits for; None in join()."""
     pending = process_set.pending
-    mine = json.dumps([waits, {name: one.request() for name, one in pending.items()}], default=float) + "\n"
+    mine = json.dumps([waits, {name: one.request() for name, one in pending.items()}], default=float)
     try:
-        texts = concat(torch.frombuffer(bytearray(mine, "ascii"), dtype=torch.uint8), group=process_set.group)
+        texts = concat([mine], group=process_set.group)
     except RankError as error:
         what = "is in join()" if waits is None else f"waits for {waits!r}"
         error.add_note(f"This rank {what}: concat() compares what the ranks have submitted to hpcdist.horovod.")
         raise
-    told = dict(zip(process_set.ranks, map(json.loads, texts.numpy().tobytes().splitlines()), strict=True))
+    told = dict(zip(process_set.ranks, map(json.loads, texts), strict=True))
     process_set.joined |= {r: None for r, (name, _) in told.items() if not name}
     names = dict.fromkeys(name for _, calls in told.values() for name in calls)
     lacking = {name: [r for r, (waits, calls) in told.items() if waits and name not in calls] for name in names}
