@@ -302,7 +302,14 @@ def _stored(
         chunks = made.get_chunk() if made.get_layout() == h5d.CHUNKED else None
         if name in planned:
             entry, table = planned[name]
-            _check_planned(path, entry, dataset, dtype, chunks)
+            now = None if shape is None else list(shape)
+            named = getattr(torch, entry["dtype"].removeprefix("torch."), None)
+            # Of a dtype of another torch, the integers are read.
+            alike = named not in DTYPES or (dtype == named and dataset.get_type() == _type_of(named))
+            if not alike or chunks is not None or now != entry["shape"]:
+                what = f"is {_type_text(dataset)}, shape {now}, chunks {chunks}"
+                was = f"{entry['dtype']} of shape {entry['shape']} was written"
+                raise FileError("HD404", f"{path}: {name} {what}, where {was}: {_CHANGED}")
         if dtype not in DTYPES or shape is None:
             others[name] = _type_text(dataset)
             continue
@@ -311,21 +318,6 @@ def _stored(
             where = Raw(path, dataset.get_offset(), shape, dtype)
         found[name] = Stored(name, shape, dtype, where, None, table)
     return found, external, others
-
-
-def _check_planned(
-    path: str, entry: Mapping[str, Any], dataset: Any, dtype: torch.dtype | None, chunks: tuple[int, ...] | None
-) -> None:
-    """Raise a FileError that names how a dataset, HDF5's object of this dtype, differs from what was written."""
-    shape = None if dataset.shape is None else list(dataset.shape)
-    found: dict[str, Any] = {"shape": shape, "chunks": chunks}
-    if getattr(torch, entry["dtype"].removeprefix("torch."), None) in DTYPES:  # not another torch's: integers are read
-        found["dtype"] = str(dtype)
-    differ = [f"{key} {value}, not {entry.get(key)}" for key, value in found.items() if value != entry.get(key)]
-    if not differ and dtype is not None and dataset.get_type() != _type_of(dtype):
-        differ = [f"{dtype} stored as {dataset.dtype.str}, not {_type_of(dtype).dtype.str}"]
-    if differ:
-        raise FileError("HD404", f"{path}: {entry['name']} has {', '.join(differ)}, which was written: {_CHANGED}")
 
 
 @cache
