@@ -167,7 +167,7 @@ def default(place: Place, size: int, operation: str) -> list[Rule]:
     found = [Rule(0, 0, next(iter(ALGORITHMS[operation])))]
     if operation == "nccl allgatherv":
         found += [Rule(0, 0, "fused")]  # where all messages are equal
-    if operation == "scatterv" and not mpich:
+    if operation == "scatterv" and not mpich and size > 2:
         found += [Rule(2**24, 0, "sends")]
     if operation == "alltoallv" and mpich:
         # columns to rows takes 0.8 to 0.9 of the time; Open MPI takes 1.7 times as long
@@ -182,7 +182,7 @@ def default(place: Place, size: int, operation: str) -> list[Rule]:
             # wire of one host has its data for all others. The many steps of a large ring need data for each.
             found += [Rule(10**6, 2.5, "ring", 2**18), Rule(max(10**6, size * 2**17), 0, "ring", 2**18)]
         elif mpich:  # whose own takes 1.1 to 2.6 times as long as sends
-            found += [Rule(10**6, 0, "sends")]
+            found += [Rule(2**17 if size == 2 else 10**6, 0, "sends")]
             if size == 2:  # they break even at 8 MB
                 found += [Rule(8 * 10**6, 0, "ring", 2**20), Rule(64 * 10**6, 0, "ring", 2**22)]
         elif size >= 8:
