@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from hpcdist.activity import callsite
 from hpcdist.activity.procstat import started
@@ -230,15 +230,8 @@ def _entry(memory: memoryview, at: int, count: int) -> Entry:
     return Entry(_EPOCH + since, team, number, bytes(memory[at : at + min(length, _TEXT)]).decode(errors="replace"))
 
 
-class Counted(Protocol):
-    """Ranks whose calls are counted: `begun` so far. `number` identifies them in records, and is the same on all."""
-
-    number: int
-    begun: int
-
-
 shortest = inf  # seconds of the shortest deadline of any call's own
-peers: dict[int, list[int]] = {}  # the world's ranks of each `Counted.number` seen in this process
+peers: dict[int, list[int]] = {}  # the world's ranks of each team's number seen in this process
 thread_records: list[ThreadRecord] = []  # of this process; empty where nothing is watched
 _free: list[ThreadRecord] = []  # those of threads that have ended, then the unused ones
 keep: Callable[[Row], object] | None = None  # of the records that are made from now on
@@ -323,7 +316,8 @@ class InCall:
 
     Args:
         verb: name of the call.
-        team: ranks that the call depends on; None for all, while there is no team yet.
+        team: ranks that the call depends on; None for all, while there is no team yet. Its `number` identifies it in
+            records, and is the same on all of them; `begun` counts its calls.
         peer: the only rank of the team that the call depends on; ANYBODY for any one, None for all. NOBODY stands for
             a call without a deadline, since it ends by itself.
         text: name and place of the call; by default the verb, and where the user's code called it.
@@ -337,7 +331,7 @@ class InCall:
     def __init__(
         self,
         verb: str,
-        team: Counted | None,
+        team: Any,
         peer: int | None = None,
         text: bytes | None = None,
         limit: float | None = None,

@@ -11,16 +11,21 @@ import socket
 import sys
 import threading
 import time
+from array import array
 from collections import deque
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcdist import activity
 from hpcdist.activity import ANYBODY, NOBODY, Row, callsite
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
 FORMAT = "hpcdist trace 1"
 ROWS = 2**16  # rows that are kept, about 20 MB; of more, the oldest are dropped
 _PAUSE = 0.02  # seconds between two looks at the files of other ranks
+_ROUNDS = 32  # of a comparison of clocks, of which the fastest counts: a rank may have to wait for a core
 
 
 class Clock(NamedTuple):
@@ -59,6 +64,32 @@ class Recording:
         self.clocks: list[Clock] = []
         self._header: dict[str, Any] = {"format": FORMAT, "job": job, "rank": rank, "world_size": world_size}
         self._saving = threading.Lock()
+
+    def compare_clocks(self, comm: MPI.Intracomm) -> None:
+        """Compare the clock of this rank with that of rank 0, by messages. Collective over `comm`.
+
+        A reply was sent between the question and its arrival: in the middle, give or take half the round trip. So
+        Cristian, "Probabilistic clock synchronization" (1989).
+        """
+        local, epoch, answer = time.perf_counter_ns(), time.time_ns(), array("q", [0])
+        clock = Clock(local, self.clocks[0].shift if self.clocks else epoch - local, 0, epoch)
+        if comm.rank == 0:
+            for turn in range(_ROUNDS, _ROUNDS * comm.size):
+                comm.Recv(answer, turn // _ROUNDS)
+                answer[0] = time.perf_counter_ns() + clock.shift
+                comm.Send(answer, turn // _ROUNDS)
+        else:
+            trips = []
+            for _ in range(_ROUNDS):
+                begin = time.perf_counter_ns()
+                comm.Send(answer, 0)
+                comm.Recv(answer, 0)
+                trip = time.perf_counter_ns() - begin
+                middle = begin + trip // 2
+                trips.append((trip, middle, answer[0] - middle))
+            best, middle, shift = min(trips)
+            clock = Clock(middle, shift, best // 2 + 1, epoch + middle - local)
+        self.clocks.append(clock)
 
     def save(self, finished: bool) -> None:
         """Write the file. A second call writes it anew, unless the first one is still writing.

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, TypeVar
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -99,13 +100,6 @@ class SharedKeywords(StructureKeywords, total=False):
     shared: bool
 
 
-class _Owned(Protocol):
-    def Free(self) -> None: ...  # noqa: N802
-
-
-T = TypeVar("T", bound=_Owned)
-
-
 class Group:
     """The caller's ``group=``, as this rank sees it. Nothing here communicates.
 
@@ -161,8 +155,8 @@ def digest(name: str, peers: Sequence[int]) -> int:
 
 
 @contextmanager
-def freeing(owned: T) -> Iterator[T]:
-    """A context that frees an MPI object at its end."""
+def freeing(owned: MPI.Group) -> Iterator[MPI.Group]:
+    """A context that frees a group of MPI at its end."""
     try:
         yield owned
     finally:
@@ -473,7 +467,9 @@ class Context:
 
             for ended in [group for group in self.teams if group.ended]:  # torch has no callback for that
                 self.forget(ended)
-            with activity.InCall("the first use of a group", _FirstUse(group)):
+            making = SimpleNamespace(number=digest("", group.peers), begun=0)
+            activity.peers[making.number] = group.peers
+            with activity.InCall("the first use of a group", making):
                 if isinstance(given, MPI.Intracomm):
                     comm = given.Dup()
                 else:
@@ -501,14 +497,6 @@ class Context:
         for _, group in sorted(self._torch_groups.items()):  # in the same order on all ranks
             group.shutdown()
         self._torch_groups.clear()
-
-
-class _FirstUse:
-    """The team of a group in the making, for the record of calls."""
-
-    def __init__(self, group: Group) -> None:
-        self.number, self.begun = digest("", group.peers), 0
-        activity.peers[self.number] = group.peers
 
 
 _torch_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Context, Group]] = weakref.WeakKeyDictionary()

@@ -62,23 +62,23 @@ def broadcast_bytes(comm: MPI.Comm, data: bytes, root: int) -> bytes:
     return begin + bytes(rest)
 
 
-def run_on_root(comm: MPI.Comm, what: str, step: Callable[[], T], root: int = 0) -> T:
-    """Run `step` on the root and return its result on every rank. Collective over `comm`.
+def run_on_root(comm: MPI.Comm, what: str, step: Callable[[], T]) -> T:
+    """Run `step` on rank 0 and return its result on every rank. Collective over `comm`.
 
     Args:
         what: the operation as the user called it, for the error.
         step: its result is small, and of the kinds that :mod:`hpcdist.control.codec` knows.
 
     Raises:
-        RankError: on every rank, if `step` fails; on the root from the error that it raised.
+        RankError: on every rank, if `step` fails; on rank 0 from the error that it raised.
     """
     causes: list[Exception] = []
-    text = _encoded(_attempt(step, causes)) if comm.rank == root else b""
-    outcome, not_encoded = codec.decode(broadcast_bytes(comm, text, root))
+    text = _encoded(_attempt(step, causes)) if comm.rank == 0 else b""
+    outcome, not_encoded = codec.decode(broadcast_bytes(comm, text, 0))
     value: Any
     value, problem = outcome or (None, not_encoded)
     activity.touch()
-    raise_problems(what, {} if problem is None else {root: problem}, causes)
+    raise_problems(what, {} if problem is None else {0: problem}, causes)
     return value  # type: ignore[no-any-return]
 
 

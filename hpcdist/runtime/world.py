@@ -22,7 +22,7 @@ from hpcdist.activity import recording
 from hpcdist.comm import launcher, rendezvous, tuning
 from hpcdist.comm.team import Context, Settings, Team
 from hpcdist.comm.worker import report_failures
-from hpcdist.control import clocks, objects
+from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, coded, refusal
 from hpcdist.formats.paths import private_folder
 from hpcdist.process import abort, forks, machine, streams
@@ -152,7 +152,7 @@ class World:
         with activity.InCall("finalize", self._context.team):
             trace = recording.current
             if trace is not None:
-                trace.clocks.append(clocks.compare(self._context.team.comm, trace.clocks[0]))
+                trace.compare_clocks(self._context.team.comm)
             transport = self._context.transport
             left = objects.all_gather_object(self._context.team.comm, transport is not None and transport.stop())
         self._context.free(messages=not any(left))  # else new groups could receive old messages
@@ -511,7 +511,7 @@ def _start_trace(comm: MPI.Intracomm, folder: str | os.PathLike[str]) -> None:
     job = objects.run_on_root(comm, "init", new_name)
     objects.run_on_all(comm, "init", lambda: recording.start(os.fspath(folder), job, comm.rank, comm.size))
     assert recording.current is not None
-    recording.current.clocks.append(clocks.compare(comm, None))
+    recording.current.compare_clocks(comm)
 
 
 def staging_folder(nodes: int) -> str:

@@ -34,11 +34,11 @@ class Tree(NamedTuple):
     tensors: list[Tensor]
 
 
-def flatten(value: Any, allow_pickle: bool = False, name: str = "x") -> Tree:
+def flatten(value: Any, allow_pickle: bool = False) -> Tree:
     """Flatten a structure into its description and its tensors.
 
     Raises:
-        TypeError: if a part cannot be sent; the text contains its path in `name`.
+        TypeError: if a part cannot be sent; the text contains its path in x.
         ValueError: if it is nested too deeply, or contains itself.
     """
     tensors: list[Tensor] = []
@@ -74,9 +74,9 @@ def flatten(value: Any, allow_pickle: bool = False, name: str = "x") -> Tree:
     try:
         return Tree(describe(value, leaf, rest), tensors)
     except UnsupportedError as error:
-        raise refusal(TypeError, "HD202", f"{name}{''.join(reversed(error.path))} {error}") from None
+        raise refusal(TypeError, "HD202", f"x{''.join(reversed(error.path))} {error}") from None
     except RecursionError:
-        text = f"{name}: nested more than {MAX_DEPTH} levels deep, or it contains itself"
+        text = f"x: nested more than {MAX_DEPTH} levels deep, or it contains itself"
         raise refusal(ValueError, "HD202", text) from None
 
 

@@ -140,8 +140,7 @@ def verdict(
         peers_of: returns the world's ranks of a team; none of one that is not known.
     """
     absent = [rank for rank in absent if rank in reports]
-    done = _finished_by_all(call, [reports[rank] for rank in peers_of(call.team) if rank in reports])
-    lines = [f"{reports[rank].who} {_why(reports[rank], call, done)}" for rank in absent]
+    lines = [f"{reports[rank].who} {_why(reports[rank], call)}" for rank in absent]
     # Otherwise all wait because of ranks that do not wait, or whose async_op differs.
     if all(reports[rank].doing == WAITS for rank in absent) and not any("HD301" in line for line in lines):
         lines += _circle(absent, peers_of, reports) + _threads_of(call, reports)
@@ -153,17 +152,6 @@ def verdict(
     for rank in [rank for rank in absent if reports[rank].stack][:_STACKS]:
         lines += [f"rank {rank} is here:", *reports[rank].stack]
     return "\n".join(lines)
-
-
-def _finished_by_all(call: Entry, reports: Sequence[Report]) -> str:
-    """Describe the last call of a team that all its ranks whose calls are known have finished; "" if none is known."""
-    lasts = [
-        {t.last.number: t.last.text for t in report.threads if t.last is not None and t.last.team == call.team}
-        for report in reports
-        if report.known
-    ]
-    number = min((max([0, *texts]) for texts in lasts), default=0)
-    return next((texts[number] for texts in lasts if number in texts), "")
 
 
 def _same_call(call: Entry, reports: Mapping[int, Report]) -> list[str]:
@@ -233,17 +221,13 @@ def _circle(
     return [coded("HD601", f"they wait for each other: {'; '.join(steps[:_ALIKE])}")]
 
 
-def _why(report: Report, call: Entry, done: str) -> str:
-    """Describe why a rank has not reached a call.
-
-    Args:
-        done: last call of the team that its other ranks have finished.
-    """
+def _why(report: Report, call: Entry) -> str:
+    """Describe why a rank has not reached a call."""
     here = report.calls[0] if report.calls else None
     lasts = [t.last.text for t in sorted(report.threads, key=lambda t: t.ended) if t.last is not None]
     was = f"it was in {here.text}" if here else f"it was after {lasts[-1]}" if lasts else "it was before any call"
     if not report.known:
-        was = f"its calls are unknown{done and ', and the last one that the others have finished is '}{done}"
+        was = "its calls are unknown"
     if report.doing == "dead":
         return coded("HD604", f"is dead: its process has ended without finalize(), by a signal or os._exit; {was}")
     if report.doing == "stopped":

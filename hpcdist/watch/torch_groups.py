@@ -38,7 +38,7 @@ class TorchGroup:
     """A process group of torch as the record of calls counts it, and its hooks.
 
     Attributes:
-        number, begun: see :class:`hpcdist.activity.Counted`.
+        number, begun: see :class:`hpcdist.activity.InCall`.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

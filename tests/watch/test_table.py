@@ -115,19 +115,14 @@ def test_what_is_said_of_them(case):
 
 
 def test_a_rank_whose_record_cannot_be_read_is_unknown():
-    """It is silent, on another host. What the others have finished, all that is known."""
+    """It is silent, on another host."""
     silent = Report(2, "node1", 1002, doing="does not answer: it is stopped, or ...", known=False)
     reports = {0: report(0, CALL), 1: report(1, CALL._replace(number=6), CALL), 2: silent}
     row = re.split(r" {2,}", table(reports.values(), 103.25).splitlines()[3])
     assert row == ["2", "node1", "1002", "unknown", "unknown", "does not answer: it is stopped, or ..."]
     assert missing(CALL, range(3), reports) == [2]
     said = "rank 2 (node1, pid 1002) does not answer: it is stopped, or ...; its calls are unknown"
-    for last, more in (
-        (BEFORE, ", and the last one that the others have finished is gather() at train.py:11"),
-        (None, ""),
-    ):
-        reports[0] = report(0, CALL, last)
-        assert verdict(CALL, [2], reports, lambda team: range(3)) == f"{said}{more} [HD601]"
+    assert verdict(CALL, [2], reports, lambda team: range(3)) == f"{said} [HD601]"
     silent.doing = "dead"
     assert "or os._exit; its calls are unknown [HD604]" in verdict(CALL, [2], reports)
 
