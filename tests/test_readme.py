@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pages import execute, parse
 
-from hpcdist.jobscript import OTHER_PMIS
+from hpcdist.jobscript import PMIS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -33,10 +33,11 @@ def test_what_it_names_is_there():
         assert (ROOT / f"{module}.py").exists() or (ROOT / module / "__main__.py").exists(), module
 
 
-def test_the_job_script_starts_the_mpi_that_it_installs():
-    """MPICH aborts under PMIx."""
-    assert re.search(r"^\$ pip install '\.\[mpich\]'", README, re.MULTILINE)
-    assert re.findall(r"^srun --mpi=(\w+) ", README, re.MULTILINE) == list(OTHER_PMIS)
+def test_its_commands_of_srun_start_the_mpi_that_it_loads():
+    """The cluster's Open MPI, in the shell that installs and in the job script. MPICH aborts under PMIx."""
+    assert re.search(r"^\$ module load openmpi && .* && pip install \.$", README, re.MULTILINE)
+    assert re.search(r"^set -e; module load openmpi; source env/bin/activate$", README, re.MULTILINE)
+    assert re.findall(r"^\+?srun --mpi=(\w+) ", README, re.MULTILINE) == 2 * [*PMIS["Open MPI"]]
 
 
 def test_what_was_never_run_stands_at_the_top():
