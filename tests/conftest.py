@@ -120,6 +120,16 @@ def world():
 
 
 @pytest.fixture
+def rank(world):
+    return world.rank
+
+
+@pytest.fixture
+def size(world):
+    return world.world_size
+
+
+@pytest.fixture
 def findings(world):
     """What a test finds wrong, on all ranks: told at its end."""
     found = Findings(world.comm)

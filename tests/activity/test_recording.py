@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from launch import mpirun
+from launch import finished, mpirun
 
 from hpcdist import activity
 from hpcdist.activity import InCall, SharedRecord, recording
@@ -55,8 +55,7 @@ def traces(folder):
 @pytest.mark.parametrize("np", [pytest.param(1, marks=pytest.mark.once), 3])
 def test_each_call_is_a_row_that_all_ranks_find_again(np, tmp_path):
     """Of several worlds in one folder, and of one whose folder is lost, which does not hold up the end."""
-    job = mpirun(np, str(PROGRAM), "worlds", str(tmp_path / "new" / "folder"))
-    assert job.status == 0, job.err
+    job = finished(np, str(PROGRAM), "worlds", str(tmp_path / "new" / "folder"))
     assert job.err.count("the trace of this rank is not complete") == np, job.err
     every = traces(tmp_path / "new" / "folder")
     assert [trace.header["rank"] for trace in every] == 2 * list(range(np))

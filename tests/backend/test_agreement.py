@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from collective import all_gather_single, assert_on_all_ranks, raises_on_all_ranks, reduce_scatter_single
-from launch import mpirun
+from collective import all_gather_single, assert_on_all_ranks, raises_on_all_ranks, reduce_scatter_single, several_ranks
+from launch import finished
 
 from hpcdist.errors import RankError
 
@@ -63,7 +63,7 @@ def _refused(world, call):
     return str(error)
 
 
-@pytest.mark.mpi(min_size=2)
+@several_ranks
 @pytest.mark.parametrize("verb", CALLS)
 def test_sizes_and_dtypes(verb, world):
     last = world.world_size - 1
@@ -78,7 +78,7 @@ def test_sizes_and_dtypes(verb, world):
             assert text.count("test_agreement.py:") >= 2, text
 
 
-@pytest.mark.mpi(min_size=2)
+@several_ranks
 @pytest.mark.parametrize("n", SIZES)
 def test_every_two_operations(n, world):
     verbs = [verb for verb in CALLS if "async" not in verb] + ["barrier"]
@@ -92,7 +92,7 @@ def test_every_two_operations(n, world):
         assert torch.equal(x, torch.ones(n))
 
 
-@pytest.mark.mpi(min_size=2)
+@several_ranks
 @pytest.mark.parametrize("n", SIZES)
 def test_operations_and_roots(n, world):
     x, odd = torch.ones(n), world.rank == 1
@@ -108,10 +108,9 @@ def test_operations_and_roots(n, world):
     assert torch.equal(x, torch.ones(n))
 
 
-@pytest.mark.mpi(min_size=2)
-def test_sizes_of_every_pair_of_ranks(world):
+@several_ranks
+def test_sizes_of_every_pair_of_ranks(world, rank, size):
     """One of them is not right, also where the sums of all are the same: see test_operations.py for right ones."""
-    rank, size = world.rank, world.world_size
     splits = [[1 + (source + dest) % 3 for dest in range(size)] for source in range(size)]
     sent, expected = splits[rank], [splits[source][rank] for source in range(size)]
     if rank == 0:  # as many rows as before, for other ranks
@@ -124,20 +123,20 @@ def test_sizes_of_every_pair_of_ranks(world):
 
 
 @pytest.mark.mpi(min_size=3)
-def test_ranks_are_those_of_the_group_which_is_named(world):
+def test_ranks_are_those_of_the_group_which_is_named(world, rank):
     ranks = [0, world.world_size - 1]
     group = dist.new_group(ranks)
     named = f"; in the group of world ranks 0, {ranks[1]} [HD301]"
     text = named
-    if world.rank in ranks:
+    if rank in ranks:
         with pytest.raises(RankError) as raised:
-            dist.broadcast(torch.ones(3), world.rank, group)
+            dist.broadcast(torch.ones(3), rank, group)
         text = str(raised.value)
         dist.destroy_process_group(group)
     assert_on_all_ranks(world.comm, named in text, text)
 
 
-@pytest.mark.mpi(min_size=2)
+@several_ranks
 def test_a_long_list_is_shown_where_it_differs(world):
     xs = [torch.ones(2) for _ in range(50)]
     if world.rank == 1:
@@ -146,8 +145,8 @@ def test_a_long_list_is_shown_where_it_differs(world):
     assert "rank 1: is in all_reduce_coalesced() of 40 tensors, 3 x torch.float32, 2 x" in text
 
 
-@pytest.mark.mpi(min_size=2)
-def test_threads_that_call_in_different_order(world):
+@several_ranks
+def test_threads_that_call_in_different_order(world, rank):
     group = dist.new_group()
     calls = [lambda: dist.all_reduce(torch.ones(3), group=group), lambda: dist.broadcast(torch.ones(4), 0, group)]
     said = []
@@ -162,41 +161,39 @@ def test_threads_that_call_in_different_order(world):
         ended[number].set()
         ended[1 - number].wait(60)  # else the second thread could get the number of the first
 
-    threads = [threading.Thread(target=call, args=((turn + world.rank) % 2,)) for turn in (0, 1)]
+    threads = [threading.Thread(target=call, args=((turn + rank) % 2,)) for turn in (0, 1)]
     for turn, thread in enumerate(threads):
         thread.start()
-        ended[(turn + world.rank) % 2].wait(60)
+        ended[(turn + rank) % 2].wait(60)
     for thread in threads:
         thread.join()
     assert_on_all_ranks(world.comm, len(said) == 2, said)
     dist.destroy_process_group(group)
 
 
-@pytest.mark.mpi(min_size=2)
-def test_a_result_needs_a_place_for_each_element(world):
-    for call in (lambda x: dist.all_reduce(x), lambda x: dist.all_gather([x] * world.world_size, torch.ones(4))):
+@several_ranks
+def test_a_result_needs_a_place_for_each_element(world, size):
+    for call in (lambda x: dist.all_reduce(x), lambda x: dist.all_gather([x] * size, torch.ones(4))):
         with pytest.raises(ValueError, match=r"lie in one place, as from expand"):
             call(torch.zeros(1).expand(4))
-    out = torch.zeros(world.world_size, 4)
+    out = torch.zeros(size, 4)
     dist.all_gather(list(out), torch.ones(1).expand(4))  # what is sent may be
     assert_on_all_ranks(world.comm, bool((out == 1).all()), out)
 
 
-@pytest.mark.mpi(min_size=2)
-def test_what_a_rank_does_not_write_needs_none(world):
-    size = world.world_size
+@several_ranks
+def test_what_a_rank_does_not_write_needs_none(world, rank, size):
     for root in range(size):
-        one, whole = torch.full((1,), 1.0 + world.rank), torch.full((4,), 1.0 + world.rank)
-        sent = one.expand(4) if world.rank == root else whole
+        one, whole = torch.full((1,), 1.0 + rank), torch.full((4,), 1.0 + rank)
+        sent = one.expand(4) if rank == root else whole
         dist.broadcast(sent, root)
         assert_on_all_ranks(world.comm, sent.tolist() == [1.0 + root] * 4, sent)
-        mine = whole.fill_(1.0) if world.rank == root else one.fill_(1.0).expand(4)
+        mine = whole.fill_(1.0) if rank == root else one.fill_(1.0).expand(4)
         dist.reduce(mine, root)
-        assert_on_all_ranks(world.comm, mine.tolist() == [size if world.rank == root else 1.0] * 4, mine)
+        assert_on_all_ranks(world.comm, mine.tolist() == [size if rank == root else 1.0] * 4, mine)
 
 
 @pytest.mark.once
 def test_also_in_torchs_own_wrapper():
-    job = mpirun(3, PROGRAM, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
-    assert job.status == 0, job.err
+    job = finished(3, PROGRAM, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
     assert job.out.count("survived") == 3

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-from collective import assert_on_all_ranks
+from collective import assert_on_all_ranks, several_ranks
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.large, pytest.mark.timeout(300)]
+pytestmark = [several_ranks, pytest.mark.large, pytest.mark.timeout(300)]
 
 NUMEL = 2**31 + 2**20  # of int8
 PLACES = [0, 1, 2**30 - 1, 2**30, 2**31 - 1, 2**31, NUMEL - 1]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import copy_of, same_bits, whole_of
-from collective import all_gather_single, assert_on_all_ranks, reduce_scatter_single
+from collective import all_gather_single, assert_on_all_ranks, reduce_scatter_single, several_ranks
 
 import hpcdist as hd
 from hpcdist.backend import collectives
@@ -58,8 +58,8 @@ def strided(x):
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_every_reduction_of_every_dtype(name, world, findings, run):
-    op, fold, rank, size = getattr(dist.ReduceOp, name), OPS[name], world.rank, world.world_size
+def test_every_reduction_of_every_dtype(name, rank, size, findings, run):
+    op, fold = getattr(dist.ReduceOp, name), OPS[name]
     for dtype in EVERY_DTYPE:
         if dtype.is_complex or dtype in (torch.float8_e4m3fn, torch.uint16, torch.bool):
             continue
@@ -94,37 +94,36 @@ def test_sums_of_narrow_floats_are_added_up_in_float32(world, findings):
         findings.same(x, expected, dtype)
 
 
-def test_booleans_and_premul_sum(world, findings):
+def test_booleans_and_premul_sum(world, size, findings):
     only = torch.tensor([world.rank == 0, True, False])
     for op, expected in (
         ("SUM", True),
         ("MAX", True),
-        ("PRODUCT", world.world_size == 1),
-        ("MIN", world.world_size == 1),
+        ("PRODUCT", size == 1),
+        ("MIN", size == 1),
     ):
         x = only.clone()
         dist.all_reduce(x, getattr(dist.ReduceOp, op))
         findings.same(x, torch.tensor([expected, True, False]), op)
     x = torch.arange(5.0) + world.rank
     dist.all_reduce(x, dist._make_nccl_premul_sum(0.5))
-    findings.same(x, 0.5 * sum(torch.arange(5.0) + rank for rank in range(world.world_size)), "premul_sum")
+    findings.same(x, 0.5 * sum(torch.arange(5.0) + rank for rank in range(size)), "premul_sum")
 
 
-def test_all_ranks_get_the_same_bits(world, findings):
+def test_all_ranks_get_the_same_bits(world, rank, findings):
     """Of sums that depend on the order, and of what has several representations: zeros and NaN."""
-    torch.manual_seed(world.rank)
+    torch.manual_seed(rank)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         for count in (1, 7, 1000):
             for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN):
                 x = torch.randn(count).to(dtype)
-                x[0] = (float("nan"), 0.0, -0.0)[world.rank % 3]
+                x[0] = (float("nan"), 0.0, -0.0)[rank % 3]
                 dist.all_reduce(x, op)
                 bits = x.view(torch.uint8).numpy().tobytes()
                 findings.check(len(set(world.comm.allgather(bits))) == 1, f"{op} {dtype} {count}")
 
 
-def test_moves_of_every_dtype_uneven_and_strided(world, findings, run):
-    rank, size = world.rank, world.world_size
+def test_moves_of_every_dtype_uneven_and_strided(rank, size, findings, run):
     sizes = [3 * i % 5 for i in range(size)]
     for dtype in EVERY_DTYPE:
         wholes = [whole_of((sizes[i], 3), dtype, i) for i in range(size)]
@@ -150,8 +149,7 @@ def test_moves_of_every_dtype_uneven_and_strided(world, findings, run):
         findings.same(out.view(torch.uint8), expected, f"all_gather_single {dtype}")
 
 
-def test_all_to_all_uneven(world, findings):
-    rank, size = world.rank, world.world_size
+def test_all_to_all_uneven(rank, size, findings):
 
     def part(source, dest):
         return whole_of(((source + 2 * dest) % 3, 2), torch.float32, 10 * source + dest)
@@ -171,8 +169,7 @@ def test_all_to_all_uneven(world, findings):
     findings.same(out, torch.stack([torch.arange(2.0) + 2 * rank + 100 * i for i in range(size)]), "equal parts")
 
 
-def test_reduce_scatter_uneven_and_coalesced(world, findings):
-    rank, size = world.rank, world.world_size
+def test_reduce_scatter_uneven_and_coalesced(rank, size, findings):
     sizes = [1 + 2 * i % 3 for i in range(size)]
     every = [[torch.arange(float(n)) + 10 * source + dest for dest, n in enumerate(sizes)] for source in range(size)]
     expected = sum(every[source][rank] for source in range(size))
@@ -195,9 +192,8 @@ def test_reduce_scatter_uneven_and_coalesced(world, findings):
         findings.same(x, torch.full((n,), float(sum(i + n for i in range(size)))), "all_reduce coalesced")
 
 
-@pytest.mark.mpi(min_size=2)
-def test_messages(world, findings):
-    rank, size = world.rank, world.world_size
+@several_ranks
+def test_messages(rank, size, findings):
     after, before = (rank + 1) % size, (rank - 1) % size
     out, x = torch.zeros(40, 2).t(), whole_of((2, 40), torch.float32, rank)
     ops = [dist.P2POp(dist.irecv, out, before), dist.P2POp(dist.isend, x, after)]
@@ -224,17 +220,16 @@ def test_messages(world, findings):
         dist.send(torch.full((50,), float(rank)), 0)
 
 
-@pytest.mark.mpi(min_size=2)
-def test_a_message_of_another_size_is_an_error(world):
-    if world.rank == 1:
+@several_ranks
+def test_a_message_of_another_size_is_an_error(rank):
+    if rank == 1:
         dist.send(torch.ones(3), 0)
-    elif world.rank == 0:
+    elif rank == 0:
         with pytest.raises(RuntimeError, match=r"rank 1 has sent 12 bytes, where the tensor has 20"):
             dist.recv(torch.zeros(5), 1)
 
 
-def test_groups(world, findings):
-    rank, size = world.rank, world.world_size
+def test_groups(rank, size, findings):
     for ranks in ([size - 1], list(range(size))[::-1], list(range(0, size, 2))):
         group = dist.new_group(ranks)
         if rank in ranks:
@@ -260,8 +255,7 @@ def test_broadcasts_that_follow_each_other(world):
     assert_on_all_ranks(world.comm, not wrong, f"wrong in turns {wrong}")
 
 
-def test_what_is_wrong_on_this_rank_raises_here(world):
-    size = world.world_size
+def test_what_is_wrong_on_this_rank_raises_here(world, size):
     x = torch.ones(2)
     wrong = [
         lambda: dist.all_gather([x] * (size + 1), x),

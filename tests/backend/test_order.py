@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from collective import assert_on_all_ranks
+from collective import assert_on_all_ranks, several_ranks
 
 from hpcdist.backend import works
 from hpcdist.comm.worker import Worker
@@ -14,9 +14,8 @@ from hpcdist.comm.worker import Worker
 pytestmark = pytest.mark.mpi
 
 
-def test_calls_are_done_in_their_order(world):
+def test_calls_are_done_in_their_order(world, size):
     """Each is a step of one computation, which another order would change."""
-    size = world.world_size
     x, expected = torch.ones(100), torch.ones(100)
     handles = []
     for turn in range(20):
@@ -33,18 +32,18 @@ def test_calls_are_done_in_their_order(world):
     assert all(handle.is_completed() and handle.is_success() for handle in handles)
 
 
-@pytest.mark.mpi(min_size=2)
-def test_a_call_goes_on_while_the_program_does_something_else(world):
+@several_ranks
+def test_a_call_goes_on_while_the_program_does_something_else(world, size):
     x, other = torch.ones(3), torch.zeros(3)
     if world.rank == 0:
         handle = dist.all_reduce(x, async_op=True)  # before the others, which need the message first
-        for rank in range(1, world.world_size):
+        for rank in range(1, size):
             dist.send(torch.full((3,), 7.0), rank)
     else:
         dist.recv(other, 0)
         handle = dist.all_reduce(x, async_op=True)
     handle.wait()
-    assert_on_all_ranks(world.comm, x.tolist() == [world.world_size] * 3, x)
+    assert_on_all_ranks(world.comm, x.tolist() == [size] * 3, x)
 
 
 def test_futures_and_results(world, findings):
@@ -56,7 +55,7 @@ def test_futures_and_results(world, findings):
     findings.same(work.result()[0], total, "result()")
 
 
-def test_an_error_reaches_who_waits(world, monkeypatch):
+def test_an_error_reaches_who_waits(monkeypatch):
     class Team:
         number, size, begun = 0, 1, 0  # of more ranks, the job would end
         worker = Worker("test")
@@ -72,10 +71,10 @@ def test_an_error_reaches_who_waits(world, monkeypatch):
         work.get_future().wait()
 
 
-@pytest.mark.mpi(min_size=2)
-def test_wait_has_a_time_limit(world):
+@several_ranks
+def test_wait_has_a_time_limit(world, rank):
     world.comm.Barrier()
-    if world.rank == 0:
+    if rank == 0:
         handle = dist.all_reduce(torch.ones(2), async_op=True)
         message = dist.irecv(torch.zeros(2), 1)
         for work in (handle, message):
@@ -88,18 +87,18 @@ def test_wait_has_a_time_limit(world):
         world.comm.Barrier()
         time.sleep(0.01)
         dist.all_reduce(torch.ones(2))
-        if world.rank == 1:
+        if rank == 1:
             dist.send(torch.ones(2), 0)
 
 
-def test_a_group_may_be_made_while_an_asynchronous_call_waits(world):
+def test_a_group_may_be_made_while_an_asynchronous_call_waits(world, rank):
     """Open MPI makes one communicator at a time: an all_reduce that made one for itself waited for that group."""
     parent = dist.new_group()
     small, large = torch.ones(3), torch.ones(2**20)
-    if world.rank == 0:
+    if rank == 0:
         time.sleep(0.3)
     handles = [dist.all_reduce(x, group=parent, async_op=True) for x in (small, large)]
-    if world.rank == 0:
+    if rank == 0:
         for handle in handles:
             handle.wait()
     group = dist.new_group()

@@ -145,9 +145,8 @@ def test_as_from_copies(name, packed, world, findings, monkeypatch):
 
 
 @pytest.mark.parametrize("count", [3, 2**14, 2**18])
-def test_lists_that_hold_the_input(count, world, findings):
+def test_lists_that_hold_the_input(count, rank, size, findings):
     """What people write to save memory: of sizes that MPI sends at once, and that wait for the receiver."""
-    rank, size = world.rank, world.world_size
 
     def of(source, dest=0):
         return torch.full((count,), float(1 + source + 100 * dest))
@@ -167,9 +166,8 @@ def test_lists_that_hold_the_input(count, world, findings):
         findings.same(outs[0], of(size - 1), "all_gather into one tensor: the last one stays")
 
 
-def test_columns_of_one_row_in_place(world, findings):
+def test_columns_of_one_row_in_place(rank, size, findings):
     """Torch keeps the stride of a dim of 1, by which two views of the same memory differ."""
-    rank, size = world.rank, world.world_size
     ranks, mine, is_root = list(range(size)), [rank] * size, rank == 0
 
     def row(values):

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from collective import all_gather_single, assert_on_all_ranks
+from collective import all_gather_single, assert_on_all_ranks, several_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -18,9 +18,9 @@ UNSIGNED = [torch.uint16, torch.uint32, torch.uint64]
 
 
 @pytest.mark.parametrize("dtype", UNSIGNED)
-def test_unsigned_integers_are_reduced_by_every_operation(dtype, world, findings):
+def test_unsigned_integers_are_reduced_by_every_operation(dtype, rank, size, findings):
     """torch itself has no arithmetic for them. The highest bit is set: as signed numbers, they would be negative."""
-    rank, size, top = world.rank, world.world_size, 2 ** (8 * dtype.itemsize - 1)
+    top = 2 ** (8 * dtype.itemsize - 1)
     every = [[top + 3 * i, i + 1, top - 1 - i] for i in range(size)]
     columns = list(zip(*every, strict=True))
     for name, expected in {
@@ -52,8 +52,7 @@ def test_sums_of_integers_wrap_around_as_torch_has_it(dtype, count, world, findi
 
 @pytest.mark.parametrize("count", [3, 2**20])
 @pytest.mark.parametrize("where", ["at the start on all ranks", "in its place on the first rank"])
-def test_what_is_gathered_may_be_a_part_of_the_result(count, where, world, findings):
-    rank, size = world.rank, world.world_size
+def test_what_is_gathered_may_be_a_part_of_the_result(count, where, rank, size, findings):
     out = torch.zeros(size * count)
     x = out[:count] if where.startswith("at") or rank == 0 else torch.zeros(count)
     all_gather_single(out, x.fill_(rank + 1))
@@ -61,9 +60,8 @@ def test_what_is_gathered_may_be_a_part_of_the_result(count, where, world, findi
 
 
 @pytest.mark.parametrize("count", [2, 5000])
-def test_equal_parts_are_given_as_splits_on_some_ranks(count, world, findings):
+def test_equal_parts_are_given_as_splits_on_some_ranks(count, rank, size, findings):
     """None stands for equal splits: each rank may say it as it likes."""
-    rank, size = world.rank, world.world_size
     x = torch.arange(size * count) + 10_000 * size * rank
     expected = torch.cat([torch.arange(count) + count * rank + 10_000 * size * i for i in range(size)])
     splits = None if rank == 0 else [count] * size
@@ -74,9 +72,8 @@ def test_equal_parts_are_given_as_splits_on_some_ranks(count, world, findings):
     findings.same(x, expected, "into the same tensor")
 
 
-def test_tensors_of_inference_mode(world, findings):
+def test_tensors_of_inference_mode(rank, size, findings):
     """torch lets nobody write them outside of that mode, in which the thread of asynchronous calls is not."""
-    rank, size = world.rank, world.world_size
 
     def tensor(*shape, dtype=torch.float32):
         with torch.inference_mode():
@@ -122,17 +119,16 @@ def test_the_compiler_does_not_look_into_calls_and_handles(world, findings):
 
 
 @pytest.mark.skipif(registration.PLUGINS, reason="torch itself answers for these from 2.14 on")
-def test_a_tensor_without_memory_is_an_error_that_says_so(world):
-    whole = distribute_tensor(torch.ones(world.world_size), init_device_mesh("cpu", (world.world_size,)), [Shard(0)])
+def test_a_tensor_without_memory_is_an_error_that_says_so(size):
+    whole = distribute_tensor(torch.ones(size), init_device_mesh("cpu", (size,)), [Shard(0)])
     for x, text in ((torch.ones(3, device="meta"), "on device meta"), (whole, r"x\.to_local\(\)")):
         for call in (dist.all_reduce, lambda x: dist.broadcast(x, 0)):
             with pytest.raises(ValueError, match=text):
                 call(x)
 
 
-@pytest.mark.mpi(min_size=2)
-def test_a_message_into_a_lazily_negated_tensor(world):
-    rank, size = world.rank, world.world_size
+@several_ranks
+def test_a_message_into_a_lazily_negated_tensor(world, rank, size):
     out = torch._neg_view(torch.zeros(3))
     work = dist.irecv(out, (rank - 1) % size)
     dist.send(torch.full((3,), 1.0 + rank), (rank + 1) % size)

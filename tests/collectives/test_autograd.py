@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 from cases import extents_of, part
-from collective import assert_on_all_ranks, refused
+from collective import assert_on_all_ranks, refused, several_ranks
 
 import hpcdist as hd
 
@@ -49,11 +49,10 @@ def _loss(result, rank):
 
 @pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("route", ROUTES)
-def test_gather_concat_and_split(findings, world, route, planned):
+def test_gather_concat_and_split(findings, world, size, route, planned):
     def run(verb, x, *rest):
         return hd.plan(verb, x, *rest, route=route)(x) if planned else verb(x, *rest, route=route)
 
-    size = world.world_size
     for turn, case in enumerate(CASES if route != "hdf5" else CASES[1:2]):
         extents, root = extents_of(case, size), turn % size
         for shape, dim in [((sum(extents),), 0), ((2, sum(extents), 3), 1), ((3, sum(extents)), -1)]:
@@ -74,9 +73,8 @@ def test_gather_concat_and_split(findings, world, route, planned):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_redistribute(findings, world, route):
+def test_redistribute(findings, world, size, route):
     """Also from copies, of which one is taken, and to copies, whose gradients are added up."""
-    size = world.world_size
     shape, extents = (2 * size + 1, 5), extents_of("ragged", size)
     whole, ragged = _whole(shape, 1), _whole((sum(extents), 5), 2)
     halos = hd.Boxes([((r, 0), (min(2, shape[0] - r), 5)) for r in range(size)])
@@ -98,29 +96,28 @@ def test_redistribute(findings, world, route):
         _check(world, inputs, call, oracle, f"{src} to {dst}", findings)
 
 
-def test_no_graph_is_kept_when_none_is_needed(findings, world):
-    plain, leaf = torch.ones(world.rank + 1), torch.ones(world.rank + 1, requires_grad=True)
+def test_no_graph_is_kept_when_none_is_needed(findings, rank):
+    plain, leaf = torch.ones(rank + 1), torch.ones(rank + 1, requires_grad=True)
 
     def results(x):
-        mine = hd.split(x if world.rank == 0 else None)
+        mine = hd.split(x if rank == 0 else None)
         return [hd.concat(x), hd.gather(x), mine, hd.redistribute(x, hd.Split(0), hd.Replicate())]
 
     with torch.no_grad():
         found = results(leaf)
     for result in [*found, *results(plain), *results(leaf.detach())]:
         findings.check(result is None or (not result.requires_grad and result.grad_fn is None), result)
-    findings.check(hd.gather(plain) is None or world.rank == 0, "gather gave a result")
+    findings.check(hd.gather(plain) is None or rank == 0, "gather gave a result")
 
 
-def test_strides_lazy_negation_and_0d(findings, world):
+def test_strides_lazy_negation_and_0d(findings, rank, size):
     """The gradient has the shape and the values that the tensor's user sees."""
-    size = world.world_size
-    leaf = (torch.arange(12.0, dtype=torch.float64).view(2, 6) + world.rank).requires_grad_()
+    leaf = (torch.arange(12.0, dtype=torch.float64).view(2, 6) + rank).requires_grad_()
     (hd.concat(leaf.t()[::2], 0) ** 2).sum().backward()
     expected = torch.zeros(2, 6, dtype=torch.float64)
     expected[:, ::2] = 2 * size * leaf.detach()[:, ::2]
     findings.check(torch.equal(leaf.grad, expected), leaf.grad)
-    scalar = torch.tensor(2.0 + world.rank, requires_grad=True)
+    scalar = torch.tensor(2.0 + rank, requires_grad=True)
     (hd.concat(scalar) ** 2).sum().backward()
     findings.same(scalar.grad, (2 * size * scalar).detach(), "0-d")
     lazy = torch.randn(3, dtype=torch.complex64, requires_grad=True)
@@ -136,12 +133,11 @@ def test_bfloat16_gradients_are_added_in_float32(findings, world):
     findings.check(torch.equal(x.grad, total.expand(4)), x.grad)
 
 
-def test_out_and_a_gradient(world):
+def test_out_and_a_gradient(world, rank, size):
     """The same error everywhere, whichever rank gives `out`, and whichever needs a gradient."""
-    size = world.world_size
     for asks, gives in itertools.product(range(size), repeat=2):
-        x = torch.ones(2, requires_grad=world.rank == asks)
-        out = torch.zeros(2 * size) if world.rank == gives else None
+        x = torch.ones(2, requires_grad=rank == asks)
+        out = torch.zeros(2 * size) if rank == gives else None
         for call in (hd.concat, lambda x, out: hd.redistribute(x, hd.Split(0), hd.Replicate(), out=out)):
             refused(world, "out is given, but a gradient", call, x, out=out, ranks=[gives])
     with torch.no_grad():
@@ -149,9 +145,8 @@ def test_out_and_a_gradient(world):
         assert hd.concat(torch.ones(2, requires_grad=True), out=out) is out
 
 
-def test_asynchronous_and_other_results_in_one_backward(findings, world):
+def test_asynchronous_and_other_results_in_one_backward(findings, world, size):
     """Though one rank's threads have done more than another's, and the shapes differ."""
-    size = world.world_size
     if world.rank == 0:
         for _ in range(50):
             torch.ones(1, requires_grad=True).exp()
@@ -163,7 +158,7 @@ def test_asynchronous_and_other_results_in_one_backward(findings, world):
     findings.check(y.grad.tolist() == [10 * size] * 5, y.grad)
 
 
-@pytest.mark.mpi(min_size=2)
+@several_ranks
 def test_other_steps_than_the_backward_pass_of_one_rank_are_errors(world):
     """That of another result of the same verb and shape, which nothing else would show; another verb."""
     results = [hd.concat(torch.ones(2, requires_grad=True)) for _ in range(2)]
@@ -178,10 +173,10 @@ def test_other_steps_than_the_backward_pass_of_one_rank_are_errors(world):
 
 @pytest.mark.parametrize("columns", [1, 100])
 @pytest.mark.parametrize("route", ["mpi", "gloo"])
-def test_no_grad_on_one_rank_only(findings, world, route, columns):
+def test_no_grad_on_one_rank_only(findings, rank, size, route, columns):
     """That rank takes part in the backward pass; and where nobody goes back through such a result, the results are
     still counted alike on all ranks, so that the backward passes that follow find each other."""
-    last, layouts = world.world_size - 1, (hd.Split(0), hd.Replicate())
+    last, layouts = size - 1, (hd.Split(0), hd.Replicate())
     x = torch.ones(2, columns, requires_grad=True)
     verbs = [
         lambda x: hd.redistribute(x, *layouts, route=route),
@@ -190,13 +185,13 @@ def test_no_grad_on_one_rank_only(findings, world, route, columns):
         hd.plan(hd.concat, x, route=route),
     ]
     for verb, (quiet, back) in itertools.product(verbs, [(True, False), (True, True), (False, True)]):
-        quiet = quiet and world.rank == last > 0
-        x = torch.full((2, columns), 1.0 + world.rank, requires_grad=True)
+        quiet = quiet and rank == last > 0
+        x = torch.full((2, columns), 1.0 + rank, requires_grad=True)
         with torch.set_grad_enabled(not quiet):
             whole = verb(x)
         if back:
             whole.square().sum().backward()
-            wanted = torch.full((2, columns), 2.0 * world.world_size * (1 + world.rank))
+            wanted = torch.full((2, columns), 2.0 * size * (1 + rank))
             findings.check(quiet or torch.equal(x.grad, wanted), f"gradient {x.grad}")
         with torch.no_grad():
             findings.check(not verb(x).requires_grad, "no rank wants a gradient")

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from collective import assert_on_all_ranks
+from collective import assert_on_all_ranks, several_ranks
 
 import hpcdist as hd
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.large, pytest.mark.timeout(300)]
+pytestmark = [several_ranks, pytest.mark.large, pytest.mark.timeout(300)]
 
 EXTENTS = (2**31 + 12345, 2**27 + 7)
 TOTAL = sum(EXTENTS)
@@ -35,15 +35,15 @@ def memory(world):
 
 
 @pytest.mark.parametrize("route", ["mpi", "gloo"])
-def test_gather_split_and_concat(world, memory, route):
+def test_gather_split_and_concat(world, rank, memory, route):
     shard, whole = memory
-    mine = ((0, EXTENTS[0]), (EXTENTS[0], TOTAL))[world.rank]
+    mine = ((0, EXTENTS[0]), (EXTENTS[0], TOTAL))[rank]
     for begin, end, values in _pieces(*mine):
         shard[begin - mine[0] : end - mine[0]] = values
     whole.zero_()
 
-    result = hd.gather(shard, root=1, route=route, out=whole if world.rank == 1 else None)
-    good = result is None if world.rank == 0 else result is whole and _holds(whole, 0, TOTAL)
+    result = hd.gather(shard, root=1, route=route, out=whole if rank == 1 else None)
+    good = result is None if rank == 0 else result is whole and _holds(whole, 0, TOTAL)
     assert_on_all_ranks(world.comm, good, "gather")
     assert_on_all_ranks(world.comm, _holds(shard, *mine), "the shard changed")
 

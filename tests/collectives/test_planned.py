@@ -5,12 +5,12 @@ import threading
 import pytest
 import torch
 from cases import extents_of, part, same_bits, whole_of
-from collective import assert_on_all_ranks, raises_on_all_ranks, refused
+from collective import assert_on_all_ranks, raises_on_all_ranks, refused, several_ranks
 from torch import Tensor
 
 import hpcdist as hd
 
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
+pytestmark = pytest.mark.mpi
 
 VERBS = ("concat", "gather", "split", "redistribute")
 COLUMNS = (3, 300)  # extents of the other dim: the data travel with the headers, and they do not
@@ -53,9 +53,9 @@ class Planned:
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_ranks_agree_in_one_message(findings, world, columns, monkeypatch):
+def test_ranks_agree_in_one_message(findings, world, size, columns, monkeypatch):
     """In which small data travel, too; others travel in one call after it."""
-    extents, comm = extents_of("ragged", world.world_size), world._context.team.comm
+    extents, comm = extents_of("ragged", size), world._context.team.comm
     seen = []
 
     class Spy:
@@ -70,40 +70,39 @@ def test_ranks_agree_in_one_message(findings, world, columns, monkeypatch):
     monkeypatch.setattr(world._context.team, "comm", Spy())
     got = [planned.plan(planned.x(whole)) for _ in range(3)]
     monkeypatch.undo()
-    alltoall = ["Alltoallv"] * (columns > COLUMNS[0] and world.world_size > 1)
+    alltoall = ["Alltoallv"] * (columns > COLUMNS[0] and size > 1)
     findings.check(seen == ["Allgather", *alltoall] * 3, seen)
     for result in got:
         findings.check(planned.problem(result, whole) is None, planned.verb)
 
 
-def test_neither_sent_nor_kept(findings, world):
+def test_neither_sent_nor_kept(findings, rank):
     """Planning keeps nothing of x alive; results are new memory, and x is not changed."""
     for columns in COLUMNS:
-        x = torch.full((2, columns), float(world.rank))
+        x = torch.full((2, columns), float(rank))
         plan = hd.plan(hd.concat, x)
         storage = torch.multiprocessing.reductions.StorageWeakRef(x.untyped_storage())
         del x
         findings.check(storage.expired(), "x is kept")
-        y = torch.full((2, columns), 1.0 + world.rank)
+        y = torch.full((2, columns), 1.0 + rank)
         first, second = plan(y), plan(y)
         findings.check(first.data_ptr() != second.data_ptr(), "the same memory twice")
         first.fill_(-1)
         findings.same(plan(y), second, "after an earlier result was overwritten")
-        findings.same(y, torch.full((2, columns), 1.0 + world.rank), "x")
+        findings.same(y, torch.full((2, columns), 1.0 + rank), "x")
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("verb", VERBS)
-def test_wrong_on_one_rank(findings, world, verb, columns):
+def test_wrong_on_one_rank(findings, world, rank, size, verb, columns):
     """The same RankError on all ranks, which names the one at fault; out is unchanged, and the plan still works."""
-    size = world.world_size
     extents = (2,) * size
     whole = whole_of((2 * size, columns), torch.float32)
-    planned = Planned(verb, whole, 0, extents, world.rank)
+    planned = Planned(verb, whole, 0, extents, rank)
     wrong_rank = planned.root
     x, expected = planned.x(whole), planned.expected(whole)
     wrong = []
-    if world.rank == wrong_rank:
+    if rank == wrong_rank:
         good, out = x, torch.zeros_like(expected)
         wrong = [
             (good[1:], None, "x is a torch.float32 tensor of shape"),
@@ -134,25 +133,25 @@ def test_wrong_on_one_rank(findings, world, verb, columns):
         findings.check(text is None, f"the next call: {text}")
 
 
-@pytest.mark.mpi(min_size=2)
+@several_ranks
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_where_no_tensor_is_expected(world, columns):
+def test_where_no_tensor_is_expected(world, rank, size, columns):
     """x on a rank to which split sends, out on one that gather does not send to."""
-    size, ones = world.world_size, torch.ones(world.world_size, columns)
-    given = world.rank in (0, size - 1)
-    split, gather = hd.plan(hd.split, None if world.rank else ones), hd.plan(hd.gather, ones)
+    ones = torch.ones(size, columns)
+    given = rank in (0, size - 1)
+    split, gather = hd.plan(hd.split, None if rank else ones), hd.plan(hd.gather, ones)
     out = torch.ones(size * size, columns) if given else None
     for call, told in (
         (lambda: split(ones if given else None), "x is given, but split sends from the root"),
         (lambda: gather(ones, out), "out is given, but only the root"),
     ):
         refused(world, told, call, ranks=[size - 1])
-    assert_on_all_ranks(world.comm, gather(ones, None if world.rank else out) is (None if world.rank else out), "next")
+    assert_on_all_ranks(world.comm, gather(ones, None if rank else out) is (None if rank else out), "next")
 
 
-def test_what_cannot_be_planned(world):
+def test_what_cannot_be_planned(world, size):
     """Structures, no tensor at all, root=None; but shared results can."""
-    size, structure = world.world_size, {"x": torch.ones(world.world_size)}
+    structure = {"x": torch.ones(size)}
     refused(world, "", hd.plan, hd.split, None)
     for verb in (hd.concat, hd.split):
         x = None if world.rank and verb is hd.split else structure
@@ -163,11 +162,11 @@ def test_what_cannot_be_planned(world):
     assert_on_all_ranks(world.comm, torch.equal(hd.plan(hd.concat, x, shared=True)(x), x.repeat(size)), "shared")
 
 
-@pytest.mark.mpi(min_size=2)
+@several_ranks
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_ranks_that_call_something_else(findings, world, columns):
+def test_ranks_that_call_something_else(findings, world, size, columns):
     """Another plan, another verb, the same with async_op: an error on all ranks, and no hang."""
-    last = world.rank == world.world_size - 1
+    last = world.rank == size - 1
     x = torch.ones(2, columns)
     one, other, gather = hd.plan(hd.concat, x), hd.plan(hd.concat, x), hd.plan(hd.gather, x)
     small = hd.plan(hd.concat, torch.ones(1))
@@ -181,12 +180,11 @@ def test_ranks_that_call_something_else(findings, world, columns):
     ]
     for wrong, text in calls:
         refused(world, text, *((wrong,) if last else (one, x)))
-        findings.same(one(x), torch.ones(2 * world.world_size, columns), "the next call")
+        findings.same(one(x), torch.ones(2 * size, columns), "the next call")
 
 
-def test_several_plans_in_flight(findings, world):
+def test_several_plans_in_flight(findings, world, rank, size):
     """In the foreground and the background at once, in any order, and of two groups in two threads."""
-    size, rank = world.world_size, world.rank
     comms = [world.comm.Dup() for _ in range(2)]
     wholes = [whole_of((2 * size, columns), torch.int32) for columns in COLUMNS]
     plans = [Planned(verb, w, 0, (2,) * size, rank) for verb in VERBS for w in wholes]
@@ -222,8 +220,8 @@ def test_several_plans_in_flight(findings, world):
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_after_its_group_was_freed(findings, world, columns):
-    comm = world.comm.Split(world.rank % 2, -world.rank)
+def test_after_its_group_was_freed(findings, world, rank, columns):
+    comm = world.comm.Split(rank % 2, -rank)
     x = torch.full((1, columns), float(comm.rank))
     plan = hd.plan(hd.concat, x, group=comm)
     findings.same(plan(x), torch.arange(float(comm.size)).view(-1, 1).expand(-1, columns).contiguous(), "in a group")
@@ -233,12 +231,12 @@ def test_after_its_group_was_freed(findings, world, columns):
     assert_on_all_ranks(world.comm, "make a new plan" in str(error), error)
 
 
-def test_in_and_out_of_inference_mode(findings, world):
+def test_in_and_out_of_inference_mode(findings, size):
     for columns in COLUMNS:
         with torch.inference_mode():
             x = torch.ones(1, columns)
             plan = hd.plan(hd.concat, x)
             plan(x)
-        findings.same(plan(torch.ones(1, columns)), torch.ones(world.world_size, columns), "outside")
+        findings.same(plan(torch.ones(1, columns)), torch.ones(size, columns), "outside")
         with torch.inference_mode():
-            findings.same(plan(x), torch.ones(world.world_size, columns), "within")
+            findings.same(plan(x), torch.ones(size, columns), "within")

@@ -30,7 +30,7 @@ from hpcdist.tensors import message as packing
 from hpcdist.tensors.storage import copyable, row_major
 from hpcdist.validation import collective, local
 
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
+pytestmark = pytest.mark.mpi
 
 FIXED = 20_250_701
 RANKS = 3  # with so many, all examples; in other runs a few

@@ -6,27 +6,25 @@ import re
 import pytest
 import torch
 from cases import whole_of
-from collective import refused
+from collective import refused, several_ranks
 
 import hpcdist as hd
 from hpcdist import activity
 from hpcdist.tensors import dtensor
 
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
+pytestmark = pytest.mark.mpi
 
 
-def test_out_that_overlaps_x(findings, world):
-    size = world.world_size
+def test_out_that_overlaps_x(findings, size):
     whole = whole_of((size, size), torch.int32)
     memory = hd.local(whole, hd.Split(0)).clone()
     got = hd.redistribute(memory, hd.Split(0), hd.Split(1), out=memory.view(size, 1))
     findings.same(got, hd.local(whole, hd.Split(1)), "in place")
 
 
-def test_groups(findings, world):
-    size = world.world_size
-    comm = world.comm.Split(world.rank % 2, -world.rank)
-    whole = whole_of((4, 3), torch.float32, salt=world.rank % 2)
+def test_groups(findings, world, rank, size):
+    comm = world.comm.Split(rank % 2, -rank)
+    whole = whole_of((4, 3), torch.float32, salt=rank % 2)
     x = hd.local(whole, hd.Split(0), group=comm)
     got = hd.redistribute(x, hd.Split(0), hd.Split(1), group=comm)
     local = hd.local(whole, hd.Split(1), group=comm)
@@ -37,7 +35,7 @@ def test_groups(findings, world):
     comm.Free()
 
 
-@pytest.mark.mpi(min_size=2)
+@several_ranks
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
@@ -47,13 +45,10 @@ def test_groups(findings, world):
             r"dst is .*Split\(dim=1|dst is Replicate",
         ),
         (lambda w, x: (x, hd.Split(2), hd.Split(0)), "src: dim 2 cannot be cut: the tensor has 2 dims"),
-        (lambda w, x: (x, hd.Split(0), hd.Split(-3)), "dst: dim -3 cannot be cut"),
         (lambda w, x: (x, hd.Split(0), "rows"), "dst must be a layout"),
         (lambda w, x: ([1, 2], hd.Split(0), hd.Split(1)), "x must be a torch.Tensor"),
         (lambda w, x: (x[:, : 1 + w.rank], hd.Split(0), hd.Split(1)), r"src: rank 1 holds a part of shape \(2, 2\)"),
-        (lambda w, x: (x, hd.Split(0, [2] * (w.world_size + 1)), hd.Split(1)), "src: counts has"),
         (lambda w, x: (x, hd.Split(0), hd.Split(1, [1] * w.world_size)), "dst: counts add up to"),
-        (lambda w, x: (x, hd.Block((7, 3), (0, 1)), hd.Split(1)), "src: the grid .7, 3. has 21 ranks"),
         (lambda w, x: (x.double() if w.rank else x, hd.Split(0), hd.Split(1)), "dtype is"),
         (lambda w, x: (x[0] if w.rank else x, hd.Split(0), hd.Split(0)), "number of dims is"),
         *(
@@ -66,22 +61,21 @@ def test_groups(findings, world):
         ),
     ],
 )
-def test_errors(findings, world, wrong, told):
+def test_errors(findings, world, size, wrong, told):
     """The same on all ranks, before anything moves, and the next call succeeds."""
     x = torch.ones(2, 9)
     args = dict(zip(("x", "src", "dst", "out"), wrong(world, x), strict=False))
     error = refused(world, "", hd.redistribute, **args)
     findings.check(re.search(told, str(error)), f"expected {told!r} in {error}")
-    for out in (None, torch.empty(2 * world.world_size, 9)):  # kept for the call of the next row
-        findings.same(hd.redistribute(x, hd.Split(0), hd.Replicate(), out=out), x.repeat(world.world_size, 1), "next")
+    for out in (None, torch.empty(2 * size, 9)):  # kept for the call of the next row
+        findings.same(hd.redistribute(x, hd.Split(0), hd.Replicate(), out=out), x.repeat(size, 1), "next")
 
 
-def test_dtensor_has_what_its_layout_says(findings, world):
+def test_dtensor_has_what_its_layout_says(findings, size):
     """Uneven shards too, and a dimension that is cut twice."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    size = world.world_size
     meshes = [DeviceMesh("cpu", list(range(size)))]
     if size % 2 == 0:
         meshes.append(DeviceMesh("cpu", torch.arange(size).view(2, -1)))
@@ -96,9 +90,8 @@ def test_dtensor_has_what_its_layout_says(findings, world):
             findings.same(rows, hd.local(whole, hd.Split(0)), f"from {placements}")
 
 
-def test_a_plan_is_remembered_for_its_own_layouts(findings, world):
+def test_a_plan_is_remembered_for_its_own_layouts(findings, size):
     """The same shapes and the same goal, from boxes that lie in another order."""
-    size = world.world_size
     whole = whole_of((2 * size, 3), torch.int32)
     boxes = hd.Split(0).boxes(whole.shape, size)
     for order in (boxes, boxes[::-1], boxes):
@@ -107,13 +100,13 @@ def test_a_plan_is_remembered_for_its_own_layouts(findings, world):
         findings.same(got, hd.local(whole, hd.Split(1)), f"{order}")
 
 
-def test_what_one_rank_alone_has_forgotten(findings, world):
+def test_what_one_rank_alone_has_forgotten(findings, world, size):
     """The small calls that it remembers, as after a mistake of its own; the others remember theirs."""
     team = world._context.team
     x = torch.arange(4) + 10 * world.rank
-    whole = torch.cat([torch.arange(4) + 10 * rank for rank in range(world.world_size)])
+    whole = torch.cat([torch.arange(4) + 10 * rank for rank in range(size)])
     for turn in range(3):
-        if world.rank == turn % world.world_size:
+        if world.rank == turn % size:
             team.repeats.clear()
         findings.same(hd.redistribute(x, hd.Split(0), hd.Replicate()), whole, "redistribute")
         findings.same(hd.concat(x), whole, "concat")

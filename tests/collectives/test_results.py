@@ -36,15 +36,15 @@ CALLS = {
 
 @pytest.mark.parametrize("limits", [(999, 10**9), (10**9, 999)], ids=["its own", "its node's"])
 @pytest.mark.parametrize("verb", CALLS)
-def test_more_than_there_is(findings, world, verb, limits, monkeypatch):
-    x = torch.full((100 * world.world_size, 10), world.rank, dtype=torch.uint8)
+def test_more_than_there_is(findings, world, rank, size, verb, limits, monkeypatch):
+    x = torch.full((100 * size, 10), rank, dtype=torch.uint8)
     plan = hd.plan(hd.redistribute, x, hd.Split(0), hd.Replicate())
     with monkeypatch.context() as patch:
-        change_settings(patch, world, memory=(limits,) * world.world_size)
-        error = refused(world, "more than the 999 bytes of memory there", CALLS[verb], x, world.rank, plan)
+        change_settings(patch, world, memory=(limits,) * size)
+        error = refused(world, "more than the 999 bytes of memory there", CALLS[verb], x, rank, plan)
         together = "" if limits[0] == 999 else ", and the results on its node"
         findings.check(together in str(error) and "its result has" in str(error), error)
-    findings.check(CALLS[verb](x, world.rank, plan) is not None or world.rank, "the next call")
+    findings.check(CALLS[verb](x, rank, plan) is not None or rank, "the next call")
 
 
 @contextmanager
@@ -62,9 +62,9 @@ def less_than(nbytes):
 
 
 @pytest.mark.parametrize("verb", [*CALLS, "columns", "parts of structures"])
-def test_memory_that_one_rank_cannot_have(findings, world, verb, monkeypatch):
+def test_memory_that_one_rank_cannot_have(findings, world, size, verb, monkeypatch):
     monkeypatch.undo()  # the limits are as they are
-    last = world.world_size - 1
+    last = size - 1
     calls = CALLS | {
         "columns": lambda x, rank, plan: hd.concat(x, dim=1),
         "gather": lambda x, rank, plan: hd.gather(x, root=last),
@@ -73,19 +73,19 @@ def test_memory_that_one_rank_cannot_have(findings, world, verb, monkeypatch):
     call = calls[verb]
     # Results of 80 MiB: malloc() keeps up to 64 MiB of what was freed, and reserves as much for a thread.
     splits = verb in ("split", "parts of structures")
-    small, x = torch.ones(world.world_size, 10), torch.ones(1, 2**20 * (20 if splits else 10))
-    x = x.expand(world.world_size, -1) if splits else x
+    small, x = torch.ones(size, 10), torch.ones(1, 2**20 * (20 if splits else 10))
+    x = x.expand(size, -1) if splits else x
     plan = hd.plan(hd.redistribute, x, hd.Split(0), hd.Replicate())
     if verb != "plan":
         call(small, world.rank, plan)
-    if world.world_size > 1:
+    if size > 1:
         with less_than(2**22) if world.rank == last else nullcontext():
             refused(world, "can't allocate memory", call, x, world.rank, plan, ranks=[last])
     findings.check(call(x, world.rank, plan) is not None or world.rank != last, "the next call")
 
 
-def test_what_a_host_has(findings, world):
-    findings.check(world.settings.memory == (machine.capacity(),) * world.world_size, world.settings.memory)
+def test_what_a_host_has(findings, world, size):
+    findings.check(world.settings.memory == (machine.capacity(),) * size, world.settings.memory)
     own, host = machine.capacity()
     findings.check(2**28 < machine.available() <= own <= host, (machine.available(), own, host))
-    findings.check(world.settings.node_of == (0,) * world.world_size, world.settings.node_of)
+    findings.check(world.settings.node_of == (0,) * size, world.settings.node_of)

@@ -16,44 +16,43 @@ from hpcdist.collectives.split import Scatter
 from hpcdist.comm.team import HEADER, inline_capacity
 from hpcdist.layout import limits
 
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
+pytestmark = pytest.mark.mpi
 
 
 @pytest.mark.parametrize("case", EXTENTS)
-def test_again_and_again_with_other_values(case, world):
+def test_again_and_again_with_other_values(case, world, size):
     """Every dtype and dim, the same call three times: what was kept of the first is not its data."""
     battery = Battery(world)
-    extents = extents_of(case, world.world_size)
+    extents = extents_of(case, size)
     for dtype, dim, salt in itertools.product(DTYPES, (0, 1), range(3)):
         shape = (sum(extents), 2) if dim == 0 else (2, sum(extents))
-        battery.run(whole_of(shape, dtype, salt), dim, extents, sum(extents) % world.world_size)
+        battery.run(whole_of(shape, dtype, salt), dim, extents, sum(extents) % size)
     battery.findings.settle()
 
 
-def test_around_the_capacity(world):
+def test_around_the_capacity(world, size):
     """Of some ranks the data fit, of others they do not."""
     battery, most = Battery(world), world._context.team.inline
     for nbytes, step, salt in itertools.product((most - 1, most, most + 1), (-1, 0, 1), range(2)):
-        extents = tuple(nbytes + step * (rank % 2) for rank in range(world.world_size))
-        battery.run(whole_of((sum(extents),), torch.uint8, salt), 0, extents, salt % world.world_size)
+        extents = tuple(nbytes + step * (rank % 2) for rank in range(size))
+        battery.run(whole_of((sum(extents),), torch.uint8, salt), 0, extents, salt % size)
     battery.findings.settle()
 
 
 @pytest.mark.parametrize("columns", [1, 300])
-def test_extents_that_change_on_one_rank_alone(columns, world):
+def test_extents_that_change_on_one_rank_alone(columns, world, size):
     """The others repeat their call, and find that it is not the same; also where the data are too large for headers."""
     battery = Battery(world)
     for turn in (0, 0, 1, 2, 2, 0, 100, 100, 0, 100, 0):
-        extents = tuple(2 + turn * (rank == world.world_size - 1) for rank in range(world.world_size))
+        extents = tuple(2 + turn * (rank == size - 1) for rank in range(size))
         for dim, shape in enumerate(((sum(extents), columns), (columns, sum(extents)))):
             battery.run(whole_of(shape, torch.int64, turn), dim, extents, 0)
     battery.findings.settle()
 
 
 @pytest.mark.parametrize("given", ["all", "one", "turns"])
-def test_into_memory_of_the_callers(given, findings, world):
+def test_into_memory_of_the_callers(given, findings, rank, size):
     """On all ranks or on one of them, in turns with new memory; once it is strided, once `x` is a part of it."""
-    rank, size = world.rank, world.world_size
     extents = tuple(rank + 1 for rank in range(size))
     for turn in range(8):
         whole = whole_of((sum(extents), 2), torch.int32, turn)
@@ -74,9 +73,8 @@ def test_into_memory_of_the_callers(given, findings, world):
         findings.check(got is None if rank < size - 1 else torch.equal(got, whole), f"gather, turn {turn}")
 
 
-def test_counts_that_change_in_place(findings, world):
+def test_counts_that_change_in_place(findings, rank, size):
     """The same tensors or objects as before are other numbers now."""
-    size = world.world_size
     whole, tensor = torch.arange(size), torch.ones(size, dtype=torch.int64)
     tensors, objects, none = [torch.tensor(1) for _ in range(size)], [Index(1) for _ in range(size)], [0] * (size - 1)
     for rows in ([1] * size, [1] * size, [size, *none], [*none, size]):
@@ -85,14 +83,14 @@ def test_counts_that_change_in_place(findings, world):
             count.fill_(now)
             held.value = now
         for counts in (tensor, tensors, objects):
-            mine = hd.split(*((whole, 0, 0, counts) if world.rank == 0 else (None,)))
-            findings.check(torch.equal(mine, whole.split(rows)[world.rank]), f"{type(counts[0])}, {rows}: {mine}")
+            mine = hd.split(*((whole, 0, 0, counts) if rank == 0 else (None,)))
+            findings.check(torch.equal(mine, whole.split(rows)[rank]), f"{type(counts[0])}, {rows}: {mine}")
 
 
-def test_mistakes_between_repeated_calls(world):
-    last = world.world_size - 1
+def test_mistakes_between_repeated_calls(world, size):
+    last = size - 1
     x = torch.arange(2) + 10 * world.rank
-    expected = torch.cat([torch.arange(2) + 10 * rank for rank in range(world.world_size)])
+    expected = torch.cat([torch.arange(2) + 10 * rank for rank in range(size)])
     freed = torch.arange(2)
     freed.untyped_storage().resize_(0)
     for mistake in (freed, x.to_sparse(), torch.nested.nested_tensor([x])):
@@ -100,23 +98,22 @@ def test_mistakes_between_repeated_calls(world):
             assert_on_all_ranks(world.comm, torch.equal(hd.concat(x), expected))
         given = mistake if world.rank == last else x
         refused(world, "", hd.concat, given)
-        whole = (mistake if world.rank == last else None) if world.world_size > 1 else mistake
+        whole = (mistake if world.rank == last else None) if size > 1 else mistake
         refused(world, "", hd.split, whole, 3, last)
     split = lambda counts: hd.split(*((expected, 0, 0, counts) if world.rank == 0 else (None,)))  # noqa: E731
-    assert_on_all_ranks(world.comm, torch.equal(split([2] * world.world_size), x))
-    refused(world, "", split, [2.0] * world.world_size)
+    assert_on_all_ranks(world.comm, torch.equal(split([2] * size), x))
+    refused(world, "", split, [2.0] * size)
     for dim in (1.0, True, "0", [0]):
         hd.concat(x), hd.concat(x[:, None], 1)
         refused(world, "", hd.concat, x[:, None], dim)
 
 
-def test_other_calls_between_repeated_calls(findings, world):
+def test_other_calls_between_repeated_calls(findings, rank, size):
     """With a gradient that one rank needs, in the background, planned."""
-    size = world.world_size
-    x, expected = torch.full((2,), float(world.rank)), torch.arange(float(size)).repeat_interleave(2)
+    x, expected = torch.full((2,), float(rank)), torch.arange(float(size)).repeat_interleave(2)
     for _ in range(3):
         findings.same(hd.concat(x), expected, "repeated")
-        leaf = x.clone().requires_grad_() if world.rank == size - 1 else x
+        leaf = x.clone().requires_grad_() if rank == size - 1 else x
         hd.concat(leaf).sum().backward()
         findings.check(leaf is x or torch.equal(leaf.grad, torch.full((2,), float(size))), leaf.grad)
         with torch.no_grad():
@@ -147,9 +144,9 @@ def test_the_headers_of_many_ranks_stay_small():
 
 
 @pytest.mark.parametrize("n", [3, 300])
-def test_repeated_calls_are_known(n, world, monkeypatch):
+def test_repeated_calls_are_known(n, world, rank, size, monkeypatch):
     """Also with out and counts, and where it was another rank whose extent changed once."""
-    size, last, team = world.world_size, world.world_size - 1, world._context.team
+    last, team = size - 1, world._context.team
     team.repeats.clear(), team.plans.clear()  # as when there are too many
     x, out, part = torch.arange(n), torch.empty(n * size, dtype=torch.int64), torch.empty(n)
 
@@ -157,9 +154,9 @@ def test_repeated_calls_are_known(n, world, monkeypatch):
         out.fill_(-1), part.fill_(-1)
         hd.concat(x, out=out)
         hd.gather(x)
-        hd.split(torch.ones(n * size) if world.rank == 0 else None, counts=[n] * size, out=part)
+        hd.split(torch.ones(n * size) if rank == 0 else None, counts=[n] * size, out=part)
         hd.redistribute(x, hd.Split(0), hd.Replicate(), out=out)
-        whole = hd.concat(torch.ones(3 if world.rank == last else 2))
+        whole = hd.concat(torch.ones(3 if rank == last else 2))
         assert_on_all_ranks(world.comm, len(whole) == 2 * last + 3)
         assert_on_all_ranks(world.comm, torch.equal(out, x.repeat(size)) and torch.equal(part, torch.ones(n)))
 

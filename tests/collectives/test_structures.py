@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cases import same_bits, whole_of
-from collective import assert_on_all_ranks, refused
+from collective import assert_on_all_ranks, refused, several_ranks
 
 import hpcdist as hd
 from hpcdist.collectives import structures
@@ -35,16 +35,15 @@ def test_keys_that_look_alike(world):
     assert_on_all_ranks(world.comm, [x[-1] for x in got.values()] == [0, 1, 2, 3], got)
 
 
-def test_split_where_every_rank_has_the_whole(world):
-    rank, x = world.rank, whole_of((2 * world.world_size, 3), torch.int32)
-    got = hd.split({"x": x, "l": list(range(world.world_size)), "n": "all"}, root=None)
+def test_split_where_every_rank_has_the_whole(world, rank, size):
+    x = whole_of((2 * size, 3), torch.int32)
+    got = hd.split({"x": x, "l": list(range(size)), "n": "all"}, root=None)
     right = same_bits(got["x"], x[2 * rank :][:2]) and (got["l"], got["n"]) == ([rank], "all")
     assert_on_all_ranks(world.comm, right and got["x"].data_ptr() == x[2 * rank :].data_ptr(), got)
 
 
-def test_packed_sequences(findings, world):
+def test_packed_sequences(findings, world, rank, size):
     """Joined or cut field by field they would be garbage; sent, and in lists, they stay as they are."""
-    rank, size = world.rank, world.world_size
     packed = torch.nn.utils.rnn.pack_sequence([torch.full((n,), float(rank)) for n in (3, 2)])
     for step in (
         lambda: hd.concat({"p": packed}),
@@ -65,25 +64,24 @@ def test_packed_sequences(findings, world):
         findings.check(lengths.tolist() == [3, 2], lengths)
 
 
-def test_more_than_a_host_can_have(world):
+def test_more_than_a_host_can_have(world, rank):
     """A tensor that is larger than its memory: the same error everywhere, and the job goes on."""
     huge = torch.ones(1).expand(2**46)
     for step in (
-        lambda: hd.concat([huge] if world.rank == 0 else [1]),
-        lambda: hd.split([huge] if world.rank == 0 else None),
+        lambda: hd.concat([huge] if rank == 0 else [1]),
+        lambda: hd.split([huge] if rank == 0 else None),
     ):
         refused(world, "more than the memory of this host", step, ranks=[0])
         assert hd.concat([1]) == [1] * world.world_size
 
 
-def test_pickles_if_all_allow_them(world):
-    size = world.world_size
+def test_pickles_if_all_allow_them(world, size):
     got = hd.concat([{world.rank}], allow_pickle=True)
     mine = hd.split([{1}] * size if world.rank == 0 else None, allow_pickle=True)
     assert_on_all_ranks(world.comm, (got, mine) == ([{rank} for rank in range(size)], [{1}]), (got, mine))
 
 
-@pytest.mark.mpi(min_size=2)
+@several_ranks
 @pytest.mark.parametrize(
     ("make", "told"),
     [
@@ -122,16 +120,16 @@ class Point(NamedTuple):
     y: Any
 
 
-def test_wrong_arguments(findings, world):
-    mine = {"a": torch.ones(2)} if world.rank == 0 else None
+def test_wrong_arguments(findings, world, rank, size):
+    mine = {"a": torch.ones(2)} if rank == 0 else None
     wrong = [
         (lambda: hd.concat([1], out=torch.ones(1)), "out is given, but x is not a tensor"),
         (lambda: hd.concat({"a": torch.ones(2)}, 1), r"dim is 1, expected -1 to 0 for x\['a'\]"),
         (lambda: hd.split(mine, 1), r"x\['a'\] has no dim 1"),
-        (lambda: hd.split(mine, counts=[7] * world.world_size), r"x\['a'\]: counts add up to"),
-        (lambda: hd.split({1} if world.rank == 0 else None), "x is a builtins.set"),
+        (lambda: hd.split(mine, counts=[7] * size), r"x\['a'\]: counts add up to"),
+        (lambda: hd.split({1} if rank == 0 else None), "x is a builtins.set"),
         (lambda: hd.concat([1], route="tcp"), "route is 'tcp'"),
-        (lambda: hd.gather([1], root=world.world_size), "root is"),
+        (lambda: hd.gather([1], root=size), "root is"),
         (lambda: hd.concat([1], "0"), "dim must be an int"),
     ]
     for step, told in wrong:
@@ -139,11 +137,11 @@ def test_wrong_arguments(findings, world):
         findings.check(re.search(told, str(error)), f"expected {told!r} in {error}")
 
 
-@pytest.mark.mpi(min_size=2)
-def test_a_class_that_one_rank_does_not_know(world, monkeypatch):
+@several_ranks
+def test_a_class_that_one_rank_does_not_know(world, size, monkeypatch):
     """The same error everywhere, before the data move."""
     mine = hd.concat([Point(1, world.rank)])
-    assert mine == [Point(1, rank) for rank in range(world.world_size)]
+    assert mine == [Point(1, rank) for rank in range(size)]
     if world.rank == 1:
 
         def unknown(name):
@@ -152,4 +150,4 @@ def test_a_class_that_one_rank_does_not_know(world, monkeypatch):
         monkeypatch.setattr(structures, "find_class", unknown)
     refused(world, "", hd.concat, [Point(1, 2)], ranks=[1])
     monkeypatch.undo()
-    assert hd.concat([1]) == [1] * world.world_size
+    assert hd.concat([1]) == [1] * size

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import hpcdist as hd
 
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
+pytestmark = pytest.mark.mpi
 
 ROUTES = ("mpi", "gloo")
 SHAPES = [(1,), (1, 3), (2, 1, 3), (2, 3, 1, 2)]  # the extent along dim is put in
@@ -29,9 +29,9 @@ def _shapes(extent):
 
 @pytest.mark.parametrize("case", EXTENTS)
 @pytest.mark.parametrize("route", [*ROUTES, "hdf5"])
-def test_every_shape_dim_and_root(world, route, case):
+def test_every_shape_dim_and_root(world, size, route, case):
     """1-d to 4-d, each dim from the front and the back, each root; the dtypes and their strides take turns."""
-    extents, size = extents_of(case, world.world_size), world.world_size
+    extents = extents_of(case, size)
     battery, dtypes = Battery(world, route=route), itertools.cycle(DTYPES)
     for _ in range(3 * list(EXTENTS).index(case)):
         next(dtypes)
@@ -44,15 +44,15 @@ def test_every_shape_dim_and_root(world, route, case):
     battery.findings.settle()
 
 
-def test_integers_of_other_libraries(findings, world):
+def test_integers_of_other_libraries(findings, rank, size):
     """dim, root and counts; of tensors and structures."""
-    last, extents = world.world_size - 1, extents_of("ragged", world.world_size)
+    last, extents = size - 1, extents_of("ragged", size)
     whole = whole_of((2, sum(extents)), torch.int32)
-    x = part(whole, 1, extents, world.rank)
+    x = part(whole, 1, extents, rank)
     for dim, root in ((np.int32(1), np.int64(last)), (Index(-1), Index(last))):
         for got in (hd.gather(x, dim, root), (hd.gather({"x": x}, dim, root) or {"x": None})["x"]):
-            findings.check(got is None if world.rank != last else same_bits(got, whole), got)
-        mine = hd.split(whole if world.rank == last else None, dim, root, np.array(extents))
+            findings.check(got is None if rank != last else same_bits(got, whole), got)
+        mine = hd.split(whole if rank == last else None, dim, root, np.array(extents))
         findings.same(mine, x, "split")
 
 
@@ -80,46 +80,46 @@ def test_split_where_every_rank_has_the_whole(world, x, options, told):
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("case", ["ragged", "all on one rank"])
-def test_x_is_the_part_of_out_where_it_belongs(findings, world, route, case):
+def test_x_is_the_part_of_out_where_it_belongs(findings, rank, size, route, case):
     """In place, as MPI_IN_PLACE would do it; whatever the order of out's strides."""
-    extents = extents_of(case, world.world_size)
+    extents = extents_of(case, size)
     for (shape, dim), name in zip(_shapes(sum(extents)), itertools.cycle(("contiguous", "transposed", "stepped"))):
         whole = whole_of(shape, torch.float32)
-        mine = part(whole, dim, extents, world.rank)
-        for root in range(world.world_size):
+        mine = part(whole, dim, extents, rank)
+        for root in range(size):
             for verb in ("concat", "gather"):
                 out = STRIDES[name](whole_of(shape, torch.float32, salt=5))
-                x = part(out, dim, extents, world.rank)
+                x = part(out, dim, extents, rank)
                 x.copy_(mine)
                 if verb == "concat":
                     findings.same(hd.concat(x, dim, out=out, route=route), whole, f"concat {shape} dim {dim}")
                 else:
-                    got = hd.gather(x, dim, root, out=out if world.rank == root else None, route=route)
-                    findings.check(world.rank != root or same_bits(got, whole), f"gather {shape} dim {dim}")
-            held = STRIDES[name](copy_of(whole)) if world.rank == root else None
-            into = None if held is None else part(held, dim, extents, world.rank)
+                    got = hd.gather(x, dim, root, out=out if rank == root else None, route=route)
+                    findings.check(rank != root or same_bits(got, whole), f"gather {shape} dim {dim}")
+            held = STRIDES[name](copy_of(whole)) if rank == root else None
+            into = None if held is None else part(held, dim, extents, rank)
             findings.same(hd.split(held, dim, root, extents, out=into, route=route), mine, f"split {shape} dim {dim}")
             findings.check(held is None or same_bits(held, whole), "x changed, though out lies where the part is")
 
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("view", [lambda x: x, lambda x: torch.from_numpy(x.numpy())], ids=["torch", "numpy"])
-def test_x_is_another_part_of_out(findings, world, route, view):
+def test_x_is_another_part_of_out(findings, rank, size, route, view):
     """It is overwritten while the result arrives, but what arrives are its old values. Numpy's view of a tensor becomes
     a storage of its own over the same memory."""
-    size, rows = world.world_size, 5000
+    rows = 5000
     whole, extents = whole_of((size * rows,), torch.float32), (rows,) * size
-    mine = part(whole, 0, extents, world.rank)
+    mine = part(whole, 0, extents, rank)
     for turn in range(size):
-        elsewhere = (world.rank + turn) % size
+        elsewhere = (rank + turn) % size
         out = torch.from_numpy(np.zeros(size * rows, dtype=np.float32))
         x = view(part(out, 0, extents, elsewhere))
         x.copy_(mine)
         findings.same(hd.concat(x, out=out, route=route), whole, f"concat, shard at {elsewhere}")
         x.copy_(mine)
-        result = hd.gather(x, root=turn, out=out if world.rank == turn else None, route=route)
-        findings.check(world.rank != turn or same_bits(result, whole), f"gather, shard at {elsewhere}")
-        held = copy_of(whole) if world.rank == turn else None
+        result = hd.gather(x, root=turn, out=out if rank == turn else None, route=route)
+        findings.check(rank != turn or same_bits(result, whole), f"gather, shard at {elsewhere}")
+        held = copy_of(whole) if rank == turn else None
         into = None if held is None else view(part(held, 0, extents, (turn + 1) % size))
         findings.same(hd.split(held, root=turn, out=into, route=route), mine, "split into another part of x")
 
@@ -140,9 +140,9 @@ def _run_in(world, route, group, rank, size):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_the_ranks_of_a_communicator(world, route):
+def test_the_ranks_of_a_communicator(world, rank, route):
     """Even and odd ranks at once; all in reverse, in the order of which the results are; one rank alone."""
-    comms = [world.comm.Split(world.rank % 2, world.rank), world.comm.Split(0, -world.rank)]
+    comms = [world.comm.Split(rank % 2, rank), world.comm.Split(0, -rank)]
     for comm in (*comms, MPI.COMM_SELF):
         _run_in(world, route, comm, comm.rank, comm.size)
     for comm in comms:
@@ -150,12 +150,11 @@ def test_the_ranks_of_a_communicator(world, route):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_the_ranks_of_a_torch_group(world, route):
+def test_the_ranks_of_a_torch_group(world, rank, size, route):
     """The last ranks, then the first ones; every rank makes both groups, as torch demands."""
-    size = world.world_size
     for ranks in (list(range(size // 2, size)), list(range(size // 2 + 1))):
         group = dist.new_group(ranks)
-        _run_in(world, route, group, ranks.index(world.rank) if world.rank in ranks else -1, len(ranks))
+        _run_in(world, route, group, ranks.index(rank) if rank in ranks else -1, len(ranks))
 
 
 def test_groups_of_the_whole_world(world):

@@ -86,9 +86,8 @@ def test_it_says_what_the_call_does(findings, world, moves, route, n):
         findings.check(len(set(others)) == 1, others)
 
 
-def test_bytes_and_result(findings, world, monkeypatch):
+def test_bytes_and_result(findings, rank, size, monkeypatch):
     """Of ragged shards: rank r has r + 1 rows of 12 bytes."""
-    rank, size = world.rank, world.world_size
     x = torch.zeros(rank + 1, 3)
     total = 12 * size * (size + 1) // 2
 
@@ -140,9 +139,8 @@ def test_no_windows_here(world, monkeypatch):
     assert_on_all_ranks(world.comm, said.result == "new" and "none today" in str(said), said)
 
 
-def test_through_windows_between_nodes(world, monkeypatch):
+def test_through_windows_between_nodes(world, size, monkeypatch):
     """Several nodes, and several ranks on one of them, as far as there are so many ranks."""
-    size = world.world_size
     taken = []
     take = Windows.take
     monkeypatch.setattr(Windows, "take", lambda self, nbytes: taken.append(nbytes) or take(self, nbytes))
@@ -190,8 +188,7 @@ def test_wrong_on_this_rank_alone(world):
         hd.plan(hd.concat, x, dims=0)
 
 
-def test_the_text(world):
-    size = world.world_size
+def test_the_text(world, size):
     text = str(hd.plan(hd.concat, torch.zeros(256)))
     nbytes = f"{1024 * (size - 1):,}"
     assert text == (

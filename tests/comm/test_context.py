@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import part, whole_of
-from collective import assert_on_all_ranks, refused
+from collective import assert_on_all_ranks, refused, several_ranks
 from mpi4py import MPI
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -51,9 +51,8 @@ def _in_threads(step, count):
     assert not any(thread.is_alive() for thread in threads), "a thread waits for ever"
 
 
-def test_groups_of_the_same_ranks_are_kept_apart(world, findings, twins):
+def test_groups_of_the_same_ranks_are_kept_apart(world, size, findings, twins):
     """What is sent in one arrives in that one, and two threads on two groups do not get each other's data."""
-    size = world.world_size
     one, other = twins
     teams = {id(world._context.team_of(group)) for group in (None, one, other)}
     findings.check(len(teams) == 3, "a team for two groups")
@@ -75,11 +74,10 @@ def test_groups_of_the_same_ranks_are_kept_apart(world, findings, twins):
         findings.check(found[i] == expected, f"thread {i} got {found[i][:2]}")
 
 
-@pytest.mark.mpi(min_size=2)
+@several_ranks
 @pytest.mark.parametrize("kind", ["Split", "new_group"])
-def test_a_group_that_not_all_its_ranks_use(findings, world, kind):
+def test_a_group_that_not_all_its_ranks_use(findings, world, size, kind):
     """Only the two ranks that send and receive take part, and nobody in what is local: nothing of it is collective."""
-    size = world.world_size
     group = world.comm.Split(0, -world.rank) if kind == "Split" else dist.new_group(list(range(size)))
     of_group = (lambda rank: size - 1 - rank) if kind == "Split" else (lambda rank: rank)
     if kind == "Split":
@@ -109,9 +107,9 @@ def test_a_group_that_not_all_its_ranks_use(findings, world, kind):
     _end(group)
 
 
-def test_a_communicator_carries_messages_after_a_collective(findings, world):
+def test_a_communicator_carries_messages_after_a_collective(findings, world, rank):
     """Before that, nothing tells it from another one of the same ranks."""
-    comms = [world.comm.Split(0, -world.rank) for _ in range(2)]
+    comms = [world.comm.Split(0, -rank) for _ in range(2)]
     for comm in comms:
         for step in (lambda comm=comm: hd.isend(1, 0, group=comm), lambda comm=comm: hd.recv(group=comm)):
             try:
@@ -120,7 +118,7 @@ def test_a_communicator_carries_messages_after_a_collective(findings, world):
             except hd.HpcdistError as error:
                 findings.check("call a collective on it first" in str(error), error)
     for comm in comms:
-        hd.concat([world.rank], group=comm)
+        hd.concat([rank], group=comm)
     handles = [hd.isend(text, comm.rank, group=comm) for comm, text in zip(comms, ("one", "other"), strict=True)]
     findings.check([hd.recv(group=comm) for comm in reversed(comms)] == ["other", "one"], "told apart")
     for handle in handles:
@@ -129,41 +127,41 @@ def test_a_communicator_carries_messages_after_a_collective(findings, world):
         comm.Free()
 
 
-def test_groups_end_in_any_order(world):
+def test_groups_end_in_any_order(world, rank):
     """On different ranks in different ones: no rank waits for another at the end of a group."""
     comms = [world.comm.Dup() for _ in range(4)]
     for comm in comms:
-        hd.concat(torch.tensor([world.rank]), group=comm, route="gloo")
-        hd.concat(torch.tensor([world.rank]), group=comm, async_op=True).wait(30)
-    for comm in comms if world.rank % 2 else reversed(comms):
+        hd.concat(torch.tensor([rank]), group=comm, route="gloo")
+        hd.concat(torch.tensor([rank]), group=comm, async_op=True).wait(30)
+    for comm in comms if rank % 2 else reversed(comms):
         comm.Free()
     assert_on_all_ranks(world.comm, not [group for group in world._context.teams if group.freed], "a team is left")
 
 
-def test_destroyed_groups_give_their_communicators_back(world, findings):
+def test_destroyed_groups_give_their_communicators_back(world, rank, size, findings):
     """An MPI has some thousands of them."""
     groups = []
     for turn in range(6):
-        group = dist.new_group(list(range(world.world_size)))
-        result = hd.concat(torch.tensor([world.rank]), group=group, route="gloo" if turn % 2 else "mpi")
-        findings.check(result.tolist() == list(range(world.world_size)), result)
+        group = dist.new_group(list(range(size)))
+        result = hd.concat(torch.tensor([rank]), group=group, route="gloo" if turn % 2 else "mpi")
+        findings.check(result.tolist() == list(range(size)), result)
         groups.append(group)  # that it is still referred to makes no difference
         dist.destroy_process_group(group)
     kept = [group for group in world._context.teams if group.ended]
     findings.check(len(kept) <= 1, f"{len(kept)} teams of groups that are gone")
     try:
-        hd.concat(torch.tensor([world.rank]), group=groups[0])
+        hd.concat(torch.tensor([rank]), group=groups[0])
         findings.check(False, "no error")
     except ValueError as error:
         findings.check("the group has been destroyed" in str(error), error)
 
 
-def test_communicators_come_and_go(world, findings):
+def test_communicators_come_and_go(world, rank, findings):
     """MPI reuses the handle of a communicator that was freed; its team must not be taken for the new one's."""
     for turn in range(20):
         sign = -1 if turn % 2 else 1
-        comm = world.comm.Split(0, sign * world.rank)
-        result = hd.concat(torch.tensor([world.rank]), group=comm)
+        comm = world.comm.Split(0, sign * rank)
+        result = hd.concat(torch.tensor([rank]), group=comm)
         findings.check(result.tolist() == list(range(world.world_size))[::sign], f"turn {turn}: {result}")
         comm.Free()
 
@@ -197,10 +195,9 @@ def test_gloo_where_ranks_are_in_different_numbers_of_groups(world):
         assert_on_all_ranks(world.comm, result.tolist() == list(range(comm.size)), result)
 
 
-@pytest.mark.mpi(min_size=2)
-def test_gloo_beside_groups_that_the_user_makes(world, findings):
+@several_ranks
+def test_gloo_beside_groups_that_the_user_makes(world, size, findings):
     """Two threads make groups at once, and wait for other ranks while they do."""
-    size = world.world_size
     for turn in range(4):
         comm = world.comm.Dup()
         handle = hd.concat(torch.tensor([turn]), group=comm, route="gloo", async_op=True)
@@ -212,9 +209,8 @@ def test_gloo_beside_groups_that_the_user_makes(world, findings):
         comm.Free()
 
 
-@pytest.mark.mpi(min_size=2)
-def test_gloo_first_used_by_threads_in_different_orders(world, findings):
-    size = world.world_size
+@several_ranks
+def test_gloo_first_used_by_threads_in_different_orders(world, size, findings):
     groups = [dist.new_group(list(range(size))) for _ in range(4)]
     results = {}
 
@@ -235,21 +231,20 @@ def _end(group):
 
 
 @pytest.mark.mpi(min_size=1)
-def test_torch_distributed_that_has_been_ended(world, findings, monkeypatch):
+def test_torch_distributed_that_has_been_ended(world, size, findings, monkeypatch):
     """On one rank only: routes that need it are refused on all, and the others go on."""
-    last = world.world_size - 1
+    last = size - 1
     with monkeypatch.context() as patch:
         if world.rank == last:
             patch.setattr(dist, "is_initialized", lambda: False)
         refused(world, "destroy_process_group", hd.concat, torch.ones(1), route="gloo", ranks=[last])
-        findings.check(hd.concat(torch.ones(1)).numel() == world.world_size, "route auto")
-    findings.check(hd.concat(torch.ones(1), route="gloo").numel() == world.world_size, "route gloo")
+        findings.check(hd.concat(torch.ones(1)).numel() == size, "route auto")
+    findings.check(hd.concat(torch.ones(1), route="gloo").numel() == size, "route gloo")
 
 
-@pytest.mark.mpi(min_size=2)
-def test_a_device_mesh_is_a_group(world, findings):
+@several_ranks
+def test_a_device_mesh_is_a_group(world, size, findings):
     """Of one dimension; one dim of a larger mesh by its name."""
-    size = world.world_size
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("outer", "inner"))
     whole = torch.cat([torch.full((rank,), rank) for rank in range(size)])
     findings.same(hd.concat(torch.full((world.rank,), world.rank), group=mesh["inner"]), whole, "all ranks")
@@ -259,15 +254,15 @@ def test_a_device_mesh_is_a_group(world, findings):
         hd.concat(torch.ones(2), group=mesh)
 
 
-@pytest.mark.mpi(min_size=2)
-def test_a_mesh_without_this_rank_or_without_a_group(world, findings):
-    mesh = DeviceMesh("cpu", [world.world_size - 1])
-    if world.rank < world.world_size - 1:
+@several_ranks
+def test_a_mesh_without_this_rank_or_without_a_group(world, size, findings):
+    mesh = DeviceMesh("cpu", [size - 1])
+    if world.rank < size - 1:
         with pytest.raises(ValueError, match=f"rank {world.rank} of the world is not in the mesh that it passed"):
             hd.concat(torch.ones(2), group=mesh)
     else:
         findings.same(hd.concat(torch.ones(2), group=mesh), torch.ones(2), "alone")
-    findings.check(hd.concat(torch.ones(1)).numel() == world.world_size, "the next call")
-    bare = DeviceMesh("cpu", list(range(world.world_size)), _init_backend=False)
+    findings.check(hd.concat(torch.ones(1)).numel() == size, "the next call")
+    bare = DeviceMesh("cpu", list(range(size)), _init_backend=False)
     with pytest.raises(ValueError, match="group is a DeviceMesh without a process group"):
         hd.concat(torch.ones(2), group=bare)

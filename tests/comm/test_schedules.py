@@ -21,8 +21,8 @@ def _sent(log):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(("case", "nbytes"), [("concat", 24), ("split", 24), *product(CASES, (2**13, 2**21 + 2**13))])
-def test_bytes_and_messages_of_a_real_job(case, nbytes, world):
-    rank, size, team = world.rank, world.world_size, world._context.team
+def test_bytes_and_messages_of_a_real_job(case, nbytes, world, rank, size):
+    team = world._context.team
     expected = _sent(recorded(case, nbytes * size, Machine(1, size), list(dict.fromkeys((0, rank))))[-1])
     real = []
     with patch.object(team, "comm", Recorder(team.comm, real)):

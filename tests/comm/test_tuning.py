@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from collective import change_settings
-from launch import mpirun
+from launch import finished
 from mpi4py import MPI
 
 import hpcdist as hd
@@ -60,6 +60,9 @@ def test_the_rule_of_the_largest_total_and_then_skew_is_taken():
         assert rules.choose("allgatherv", total, largest).algorithm == expected, (total, largest)
     assert rules.choose("gatherv", 100, 100).algorithm == "mpi"
     assert rules.choose("allgatherv", 100, 50).segment == 64
+    # Where an algorithm cannot be, the next one is taken.
+    assert rules.choose("allgatherv", 100, 50, lambda name: name != "ring").algorithm == "sends"
+    assert rules.choose("gatherv", 100, 50, lambda name: name != "mpi").algorithm == "sends"
 
 
 def test_a_ring_of_many_ranks_needs_data_for_its_steps():
@@ -83,12 +86,6 @@ def test_the_skew_counts_the_ranks_that_there_are():
     rules = Rules(Place.of([0, 0, 0, 0, 1]), 5, Tuned("file", {Place(2, 4): RULES}, {}))
     assert rules.choose("allgatherv", 100, 50).algorithm == "sends"
     assert rules.choose("allgatherv", 100, 80).algorithm == "ring"
-
-
-def test_the_next_rule_is_taken_where_an_algorithm_cannot_be():
-    rules = Rules(Place(1, 8), 8, Tuned("file", {Place(1, 8): RULES}, {}))
-    assert rules.choose("allgatherv", 100, 50, lambda name: name != "ring").algorithm == "sends"
-    assert rules.choose("gatherv", 100, 50, lambda name: name != "mpi").algorithm == "sends"
 
 
 def test_route_nccl_has_rules_of_its_own():
@@ -161,8 +158,7 @@ def test_files(tmp_path):
             change = {"fingerprint": made["fingerprint"] | change["fingerprint"]}
         (tmp_path / f"{name}.json").write_text("{" if change is None else json.dumps(made | change))
     (tmp_path / "missing.json").unlink()
-    job = mpirun(2, "-c", CODE, *FILES, cwd=tmp_path)
-    assert job.status == 0, job.err
+    job = finished(2, "-c", CODE, *FILES, cwd=tmp_path)
     for name, (_, texts) in FILES.items():
         lines = [line for line in job.out.splitlines() if line.startswith(f"{name}: ")]
         assert len(lines) == 2 and all(text in line for line in lines for text in texts), (name, lines)
@@ -173,9 +169,8 @@ def test_files(tmp_path):
 @pytest.mark.mpi
 @pytest.mark.parametrize("algorithm", tuning.ALGORITHMS["allgatherv"])
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_forced_algorithm_is_taken_and_right(world, findings, algorithm, nodes, monkeypatch):
+def test_a_forced_algorithm_is_taken_and_right(world, size, findings, algorithm, nodes, monkeypatch):
     """On one node, and on two pretended ones that have every second rank."""
-    size = world.world_size
     change_settings(monkeypatch, world, node_of=tuple(rank % nodes for rank in range(size)))
     counts = [1000 * rank for rank in range(size)] if size > 1 else [1000]
     whole = torch.arange(sum(counts) * 3).view(-1, 3)
@@ -192,9 +187,8 @@ def test_a_forced_algorithm_is_taken_and_right(world, findings, algorithm, nodes
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("algorithm", tuning.ALGORITHMS["alltoallv"])
-def test_a_forced_redistribute_is_right(world, findings, algorithm):
+def test_a_forced_redistribute_is_right(world, rank, size, findings, algorithm):
     """Into new memory, into an `out` that is strided on one rank alone, and back by its gradient."""
-    size, rank = world.world_size, world.rank
     whole = torch.arange((size + 1) * (2 * size + 1) * 300.0).view(size + 1, -1, 300)
     layouts = [hd.Split(0), hd.Split(1), hd.Split(2), hd.Split(1, counts=[2 * size + 1] + [0] * (size - 1))]
     group = world.comm.Dup()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from launch import commands, mpirun
+from launch import commands, finished, mpirun
 from safetensors.torch import load_file, save_file
 
 import hpcdist as hd
@@ -331,8 +331,7 @@ def test_resume_on_another_number_of_ranks(line, change, pieces, tmp_path):
     line += " --window 64K --resume"
     assert mpirun(2, code=RESUMED.format(until=4, line=line), cwd=tmp_path).status != 0
     np.save(tmp_path / "x.npy", TILED + change)
-    job = mpirun(3, code=RESUMED.format(until=-1, line=line), cwd=tmp_path)
-    assert job.status == 0, job.err
+    job = finished(3, code=RESUMED.format(until=-1, line=line), cwd=tmp_path)
     kept = 0 if change else 8
     assert sum(map(int, re.findall(r"wrote (\d+)", job.out))) == pieces - kept
     assert f"resumed: {kept} of {pieces} pieces were there and are kept" in job.out
@@ -444,8 +443,7 @@ def test_verify_reads_in_another_way(tmp_path):
                         if world.rank == 0:
                             print(f"<{suffix} {what} {' '.join(args)}: {status}>")
     """
-    job = mpirun(2, code=code, cwd=tmp_path)
-    assert job.status == 0, job.err
+    job = finished(2, code=code, cwd=tmp_path)
     said = re.findall(r"<(.*): (\d)>", job.out)
     assert len(said) == 3 * 30
     wrong = [i for i, (_, status) in enumerate(said) if status == "1"]
@@ -497,8 +495,7 @@ def test_memory_stays_within_the_window(tmp_path):
     state = {"a": torch.arange(2**22), "b": torch.rand(12288, 1024), "c": torch.ones(2**21, dtype=torch.float64)}
     dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     torch.save(state, tmp_path / "z.pt")
-    job = mpirun(2, code=MEMORY, cwd=tmp_path)
-    assert job.status == 0, job.err
+    job = finished(2, code=MEMORY, cwd=tmp_path)
     steps = [json.loads(line) for line in job.out.splitlines() if line.startswith("[[")]
     assert len(steps) == 13 + 4, job.out
     assert max(grown for step in steps for grown, _ in step) < (2 * 16 + 16) * 1024, f"KiB: {steps}"

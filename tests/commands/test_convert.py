@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from cases import same_bits, whole_of
-from launch import commands, mpirun
+from launch import commands, finished
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -55,8 +55,7 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
     torch.save(WHOLES, folder / "wholes.pt")
     (folder / "sharded").mkdir()
-    job = mpirun(3, code=MAKE, cwd=folder)
-    assert job.status == 0, job.err
+    finished(3, code=MAKE, cwd=folder)
     assert len(list((folder / "sharded").glob("*.safetensors"))) > 2
     return folder
 

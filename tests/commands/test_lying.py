@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from cases import assert_refused, load, seal
-from launch import mpirun, run
+from launch import finished, run
 
 import hpcdist as hd
 from hpcdist.errors import FileError, HpcdistError
@@ -266,8 +266,7 @@ def test_two_thousand_inputs_and_few_file_descriptors(tmp_path):
         np.save(tmp_path / f"s{i}.npy", [i])
     for i in range(100):
         torch.save(torch.tensor([i]), tmp_path / f"t{i}.pt")
-    job = mpirun(2, code=FEW, cwd=tmp_path)
-    assert job.status == 0, job.err
+    finished(2, code=FEW, cwd=tmp_path)
     assert np.load(tmp_path / "s.npy").tolist() == [*range(2000)]
 
 

@@ -44,9 +44,9 @@ def test_values_are_global_indices(world):
     assert_on_all_ranks(world.comm, large.expected.tolist() == [i % 255 for i in range(300 * p)])
 
 
-def test_wrong_data_on_one_rank_end_it_on_all(world):
+def test_wrong_data_on_one_rank_end_it_on_all(world, size):
     """Wrong results, none, and changed inputs: on the last rank alone."""
-    last = world.rank == world.world_size - 1
+    last = world.rank == size - 1
 
     def late(case):
         return case.expected.roll(int(last))
@@ -59,13 +59,13 @@ def test_wrong_data_on_one_rank_end_it_on_all(world):
         return case.expected
 
     for call in (late, nothing, changes):
-        case = Case(world.comm, "concat", torch.float32, [[4]] * world.world_size)
+        case = Case(world.comm, "concat", torch.float32, [[4]] * size)
         error = raises_on_all_ranks(world.comm, HpcdistError, lambda c=call, of=case: check(Contender("x", c), of))
         found = f"'x' gave wrong data, or changed its input, on rank {world.world_size - 1} [HD901]"
         assert_on_all_ranks(world.comm, found in str(error), error)
 
 
-def test_rounds_are_interleaved_alike_on_all_ranks(world):
+def test_rounds_are_interleaved_alike_on_all_ranks(world, size):
     """The cost is the slowest rank's; a slow contender has fewer rounds; what is not supported is not called."""
     order = list[str]()
 
@@ -79,10 +79,10 @@ def test_rounds_are_interleaved_alike_on_all_ranks(world):
         return Contender(name, step)
 
     ways = [call("a", 5), call("b", 5), call("c", 40), Contender("d", lambda case: 1 / 0, lambda case: "not here")]
-    case = Case(world.comm, "concat", torch.float32, [[4]] * world.world_size)
+    case = Case(world.comm, "concat", torch.float32, [[4]] * size)
     timings = measure(ways, case, 20, 0.8)
-    assert_on_all_ranks(world.comm, world.comm.allgather(order) == [order] * world.world_size, "order")
-    assert_on_all_ranks(world.comm, world.comm.allgather(timings) == [timings] * world.world_size, "timings")
+    assert_on_all_ranks(world.comm, world.comm.allgather(order) == [order] * size, "order")
+    assert_on_all_ranks(world.comm, world.comm.allgather(timings) == [timings] * size, "timings")
     a, b, c, d = timings
     assert_on_all_ranks(world.comm, d.skipped == "not here" and d.rounds == 0, d)
     assert_on_all_ranks(world.comm, c.seconds.median >= 0.04 and a.seconds.median >= 0.005, timings)

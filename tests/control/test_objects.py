@@ -31,11 +31,11 @@ def test_all_gather_object(longest, world):
         assert_on_all_ranks(world.comm, got == want, (more, got))
 
 
-def test_broadcast_bytes(world):
+def test_broadcast_bytes(world, rank):
     border = objects._HEAD - objects._LENGTH
     for root in range(world.world_size):
         for length in (0, 1, *(border + more for more in _AROUND), 3 * border):
-            got = objects.broadcast_bytes(world.comm, text(world.rank, length if world.rank == root else 7), root)
+            got = objects.broadcast_bytes(world.comm, text(rank, length if rank == root else 7), root)
             assert_on_all_ranks(world.comm, got == text(root, length), (root, length, len(got)))
 
 

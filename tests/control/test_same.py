@@ -1,7 +1,7 @@
 """What is long and the same on every rank does not travel; what differs is named on all."""
 
 import pytest
-from collective import assert_on_all_ranks, raises_on_all_ranks
+from collective import assert_on_all_ranks, raises_on_all_ranks, several_ranks
 
 import hpcdist as hd
 from hpcdist.control import objects
@@ -28,7 +28,7 @@ def test_what_is_the_same_does_not_travel(world, monkeypatch):
         assert_on_all_ranks(world.comm, found is value and rows.tolist() == expected, rows)
 
 
-@pytest.mark.mpi(min_size=2)
+@several_ranks
 def test_what_differs_without_being_odd_is_that_of_rank_0(world):
     value = [1, 2] if world.rank == 0 else [2, 1]
     found, rows = objects.same(
@@ -38,7 +38,7 @@ def test_what_differs_without_being_odd_is_that_of_rank_0(world):
     assert_on_all_ranks(world.comm, found == [1, 2] and rows.tolist() == expected, (found, rows))
 
 
-@pytest.mark.mpi(min_size=2)
+@several_ranks
 def test_the_ranks_that_are_odd_are_named(world):
     value = [1, 2] if world.rank != 1 else [1, 3]
     call = lambda: objects.same(world.comm, "save", value, value, odd)  # noqa: E731

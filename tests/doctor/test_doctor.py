@@ -4,7 +4,7 @@ import json
 import shlex
 
 import pytest
-from launch import launcher, mpirun, python, run
+from launch import finished, launcher, mpirun, python, run
 
 DOCTOR = ("-m", "hpcdist.doctor")
 
@@ -17,8 +17,7 @@ def doctor(np, *args, env=None, under=()):
 # 3: MPICH's mpirun must see all of them end well
 @pytest.mark.parametrize("np", [pytest.param(0, marks=pytest.mark.once), 3])
 def test_a_healthy_job(np, tmp_path):
-    job = mpirun(np, *DOCTOR, "--json", env={"HPCDIST_STAGING": str(tmp_path)}, quick=np > 0)
-    assert job.status == 0, job.err
+    job = finished(np, *DOCTOR, "--json", env={"HPCDIST_STAGING": str(tmp_path)}, quick=np > 0)
     told = json.loads(job.out)  # one report, however many ranks
     verdicts = {finding["name"]: finding["verdict"] for finding in told["findings"]}
     for name in ("world", "MPI library", "/dev/shm", "HDF5 file", "hpcdist.init()", "route mpi", "route hdf5"):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from facts import make
 from launch import mpirun
 
 from hpcdist.control import objects
@@ -64,12 +65,6 @@ def test_the_mount_of_a_folder(monkeypatch):
     assert examine.mount_of("/scratch/me") == {"point": "/scratch", "type": "lustre", "network": True}
     networks = [(examine.mount_of(folder) or {})["network"] for folder in ("/scratchy", "/sshfs/a", "/image/b")]
     assert networks == [False, True, False]
-
-
-def make(root, files):
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
 
 
 def system(root, files, monkeypatch):

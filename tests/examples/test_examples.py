@@ -4,14 +4,13 @@ import re
 from textwrap import dedent
 
 import pytest
-from launch import mpirun
+from launch import finished, mpirun
 
 pytestmark = pytest.mark.once
 
 
 def test_one_rank_has_nobody_to_send_to():
-    job = mpirun(0, "-m", "hpcdist.examples.primitives")
-    assert job.status == 0, job.err
+    job = finished(0, "-m", "hpcdist.examples.primitives")
     assert "send, recv          | [1]                           | -\n" in job.out
 
 
@@ -35,8 +34,7 @@ def test_a_training_goes_on_after_a_kill_on_another_number_of_ranks(tmp_path):
     assert killed.status != 0
     assert killed.out.startswith("3 ranks, from step 0\n")
     assert not (tmp_path / "weights.safetensors").exists()
-    job = mpirun(2, "-m", "hpcdist.examples.train_fsdp", cwd=tmp_path)
-    assert job.status == 0, job.err
+    job = finished(2, "-m", "hpcdist.examples.train_fsdp", cwd=tmp_path)
     assert re.fullmatch(
         r"2 ranks, from step [36]\nweights.safetensors: one process has learnt the same weights\n", job.out
     )

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.distributed as dist
 from cases import copy_of, part, same_bits
@@ -14,6 +15,7 @@ from hpcdist.validation.collective import Call
 # torch 2.13 gave two functions a new name and deprecates the old one.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+several_ranks = pytest.mark.mpi(min_size=2)
 _SHOWN = 6  # a loop with one mistake finds it in every turn
 
 

@@ -3,6 +3,14 @@
 GIB = 2**30
 
 
+def make(root, files):
+    """Files of the system, by name below a folder; returns it."""
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
 def mount(kind, point):
     """A mount as mount_of() describes it."""
     return {"point": point, "type": kind, "network": kind in ("lustre", "nfs4", "nfs", "gpfs")}

@@ -59,6 +59,13 @@ def mpirun(
     return run([*(launcher(np) if np else []), *(python() if quick else [sys.executable]), *args], cwd=cwd, env=env)
 
 
+def finished(*args, **options):
+    """As :func:`mpirun`, of a job that must end well."""
+    job = mpirun(*args, **options)
+    assert job.status == 0, f"{job.out}\n{job.err}"
+    return job
+
+
 def together(np, steps, folder, **options):
     """Run steps one after the other in one job of `np` ranks: see commands.py.
 

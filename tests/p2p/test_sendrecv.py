@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from collective import assert_on_all_ranks
+from collective import assert_on_all_ranks, several_ranks
 from mpi4py import MPI
 
 import hpcdist as hd
@@ -17,7 +17,7 @@ from hpcdist.errors import HpcdistError
 from hpcdist.p2p import transfers
 from hpcdist.p2p.transfers import RecvTurn
 
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
+pytestmark = pytest.mark.mpi
 
 
 def _peers(world):
@@ -25,18 +25,18 @@ def _peers(world):
     return (world.rank + 1) % world.world_size, (world.rank - 1) % world.world_size
 
 
-@pytest.mark.mpi(min_size=2)
-def test_isend_and_send_keep_their_order(findings, world):
+@several_ranks
+def test_isend_and_send_keep_their_order(findings, world, rank):
     """What is begun in the background first comes first, whatever thread posts it."""
     for turn in range(50):
-        if world.rank == 0:
+        if rank == 0:
             handle = hd.isend(("first", turn, torch.zeros(100)), 1)
             hd.send(("second", turn), 1)
             handle.wait(30)
-        elif world.rank == 1:
+        elif rank == 1:
             found = hd.recv(0)[:2], hd.recv(0)
             findings.check(found == (("first", turn), ("second", turn)), found)
-    findings.check(hd.concat([world.rank]) == list(range(world.world_size)), "the next call")
+    findings.check(hd.concat([rank]) == list(range(world.world_size)), "the next call")
 
 
 def test_many_in_flight(findings, world):
@@ -103,16 +103,16 @@ def test_one_header_message_at_most(findings, world, monkeypatch):
     monkeypatch.undo()
 
 
-def test_wrong_arguments_are_told_here(world):
+def test_wrong_arguments_are_told_here(world, size):
     """Nothing was sent, and nobody else is concerned."""
     wrong = [
         (TypeError, "x is a builtins.object, which is not sent", lambda: hd.send(object(), 0)),
         (ValueError, "dest is -1, expected 0 to", lambda: hd.send(1, -1)),
-        (ValueError, "dest is", lambda: hd.isend(1, world.world_size)),
+        (ValueError, "dest is", lambda: hd.isend(1, size)),
         (TypeError, "integer", lambda: hd.send(1, "0")),
         (ValueError, "tag is -1", lambda: hd.isend(1, 0, -1)),
         (ValueError, "tag is", lambda: hd.recv(tag=2**40)),
-        (ValueError, "source is", lambda: hd.irecv(world.world_size)),
+        (ValueError, "source is", lambda: hd.irecv(size)),
         (TypeError, "route", lambda: hd.send(1, 0, route="mpi")),
         (ValueError, "this rank itself", lambda: hd.send(1, world.rank)),
     ]
@@ -130,10 +130,10 @@ def _refuse(why):
     raise LookupError(why)
 
 
-def test_pickles(world):
+def test_pickles(world, rank, size):
     """Both sides must allow them. One that cannot be read is an error where it is read; the job goes on."""
-    (after, before), unreadable = _peers(world), [_Unreadable()] * world.world_size
-    handles = [hd.isend(x, after, allow_pickle=True) for x in ({world.rank}, {world.rank}, _Unreadable())]
+    (after, before), unreadable = _peers(world), [_Unreadable()] * size
+    handles = [hd.isend(x, after, allow_pickle=True) for x in ({rank}, {rank}, _Unreadable())]
     with pytest.raises(TypeError, match="loads only with allow_pickle=True"):
         hd.recv(before)
     got = hd.recv(before, allow_pickle=True)
@@ -141,13 +141,13 @@ def test_pickles(world):
     for what in (
         lambda: hd.recv(before, allow_pickle=True),
         lambda: hd.concat(unreadable, allow_pickle=True),
-        lambda: hd.split(unreadable if world.rank == 0 else None, allow_pickle=True),
+        lambda: hd.split(unreadable if rank == 0 else None, allow_pickle=True),
     ):
         with pytest.raises(HpcdistError, match="cannot be loaded: LookupError: not here"):
             what()
     for handle in handles:
         handle.wait(30)
-    assert_on_all_ranks(world.comm, hd.concat([1]) == [1] * world.world_size, "the next call")
+    assert_on_all_ranks(world.comm, hd.concat([1]) == [1] * size, "the next call")
 
 
 def test_interrupted_before_each_line(findings, world):
@@ -219,7 +219,7 @@ def _interrupted(step, after):
     return False
 
 
-@pytest.mark.mpi(min_size=2)
+@several_ranks
 def test_what_a_freed_communicator_has_not_received(findings, world):
     """It is for nobody: the next communicator of the same ranks does not get it."""
     after, before = _peers(world)
@@ -250,7 +250,7 @@ def test_damaged_messages(world, envelope):
         handle.wait(30)
 
 
-@pytest.mark.mpi(min_size=2)
+@several_ranks
 def test_a_world_that_ends_with_receives_open(world):
     """They can never be answered, and say so; tests/runtime/test_background.py has the rest of the ending."""
     comm = world.comm.Split(world.rank)
@@ -262,23 +262,23 @@ def test_a_world_that_ends_with_receives_open(world):
         handle.wait(30)
 
 
-@pytest.mark.mpi(min_size=2)
+@several_ranks
 @pytest.mark.parametrize("way", ["recv", "async_op"])
-def test_a_rank_that_waits_uses_less_than_half_a_core(world, way):
+def test_a_rank_that_waits_uses_less_than_half_a_core(world, rank, way):
     """As docs/fail/faq.md says; MPI's own waiting uses all of it."""
     world.comm.Barrier()
     seconds = 0.0
-    if world.rank == 1:
+    if rank == 1:
         time.sleep(0.5)
     used = time.process_time()
     if way == "async_op":
-        handle = hd.concat([world.rank], async_op=True)
+        handle = hd.concat([rank], async_op=True)
         seconds = time.monotonic()
         handle.wait(30)
-    elif world.rank == 0:
+    elif rank == 0:
         seconds = time.monotonic()
         hd.recv(source=1)
-    elif world.rank == 1:
+    elif rank == 1:
         hd.send(1, dest=0)
     used, seconds = time.process_time() - used, time.monotonic() - seconds
-    assert_on_all_ranks(world.comm, world.rank > 0 or (seconds > 0.4 and used < seconds / 2), (used, seconds))
+    assert_on_all_ranks(world.comm, rank > 0 or (seconds > 0.4 and used < seconds / 2), (used, seconds))

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from facts import make
 from launch import mpirun
 
 from hpcdist.process.machine import beside, choose, domains
@@ -10,13 +11,6 @@ from hpcdist.process.machine import beside, choose, domains
 ALL = set(range(8))
 TWO = [{0, 1, 4, 5}, {2, 3, 6, 7}]  # with hardware threads, as Linux numbers them
 NO_GPU = set()
-
-
-def tree(root, files):
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
 
 
 def test_what_linux_lists(tmp_path):
@@ -29,7 +23,7 @@ def test_what_linux_lists(tmp_path):
         f"{node}/online": "2-3,10\n",
         f"{pci}/0000:3b:00.0/local_cpulist": "6-7\n",
     }
-    root = tree(tmp_path, files)
+    root = make(tmp_path, files)
     assert domains(root) == [{0, 1, 4}, {6, 7}]
     assert beside("0000:3b:00", root) == {6, 7}
     assert beside("0000:5e:00", root) == beside("", root) == set()

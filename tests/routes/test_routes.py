@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import EXTENTS, extents_of, starts, whole_of
-from collective import assert_on_all_ranks, change_settings, refused
+from collective import assert_on_all_ranks, change_settings, refused, several_ranks
 from nccl_rules import STAND_IN
 
 import hpcdist as hd
@@ -158,7 +158,7 @@ def _letter(source, dest, length):
 
 
 @pytest.mark.parametrize("most", [64, 0])
-def test_staged_stays_within_its_window(findings, world, most, monkeypatch):
+def test_staged_stays_within_its_window(findings, world, size, most, monkeypatch):
     """What the inner route is given is never longer than the window, and every round is packed; a byte of each rank
     always fits."""
     monkeypatch.setattr(sizes, "WINDOW", most)
@@ -176,20 +176,20 @@ def test_staged_stays_within_its_window(findings, world, most, monkeypatch):
 
             return transfer
 
-    counts = tuple(100 * (rank + 1) for rank in range(world.world_size))
+    counts = tuple(100 * (rank + 1) for rank in range(size))
     messages = whole_of((sum(counts),), torch.uint8)
-    recv, mine, step = torch.zeros_like(messages), _part(messages, counts, world.rank), max(1, most // world.world_size)
+    recv, mine, step = torch.zeros_like(messages), _part(messages, counts, world.rank), max(1, most // size)
     what = Vector(counts, starts(counts))
     select.Staged(Spy()).prepare(world._context.team, "allgatherv", what)(mine, recv)
     findings.same(recv, messages, "allgatherv")
     findings.check(len(seen) == -(-max(counts) // step), f"{len(seen)} rounds")
-    within = all(send <= step and recv <= step * world.world_size for send, recv in seen)
+    within = all(send <= step and recv <= step * size for send, recv in seen)
     findings.check(within, f"windows exceeded: {seen}")
 
 
-def test_which_route_is_taken(world):
+def test_which_route_is_taken(world, size):
     """mpi for host memory; gloo is staged on all ranks alike where one has GPU memory."""
-    team, size = world._context.team, world.world_size
+    team = world._context.team
     host, one_gpu = (MemoryKind.CPU,) * size, (MemoryKind.GPU, *(MemoryKind.CPU,) * (size - 1))
     taken = [select.agreed("gather", name, team, host) for name in ("auto", "gloo")]
     assert_on_all_ranks(world.comm, taken == [mpi.MPI_ROUTE, c10d.GLOO], taken)
@@ -207,11 +207,11 @@ def test_nccl_without_a_gpu_for_each_rank(world):
     refused(world, text, hd.concat, torch.zeros(2), route="nccl", ranks=range(world.world_size))
 
 
-def test_the_staging_folder(findings, world, tmp_path, monkeypatch):
+def test_the_staging_folder(findings, world, rank, tmp_path, monkeypatch):
     """The files are in it while a call runs, readable by their user alone, and gone afterwards; leftovers are swept."""
     folder = Path(world.comm.bcast(str(tmp_path)))
     change_settings(monkeypatch, world, staging=str(folder))
-    if world.rank == 0:
+    if rank == 0:
         (folder / "hpcdist-stage-old.h5").touch()
         os.utime(folder / "hpcdist-stage-old.h5", (0, 0))
     seen = []
@@ -221,15 +221,15 @@ def test_the_staging_folder(findings, world, tmp_path, monkeypatch):
         "_check_visible",
         lambda p: (seen.append((os.path.realpath(p.path), os.stat(p.path).st_mode & 0o777)), check(p)),
     )
-    whole = hd.concat(torch.full((2,), world.rank), route="hdf5")
+    whole = hd.concat(torch.full((2,), rank), route="hdf5")
     findings.same(whole, torch.arange(world.world_size).repeat_interleave(2), "concat")
     findings.check(len(seen) == 1 and Path(seen[0][0]).parent == folder and seen[0][1] == 0o600, seen)
     world.comm.Barrier()
     findings.check(os.listdir(folder) == [], os.listdir(folder))
 
 
-@pytest.mark.mpi(min_size=2)
-def test_a_staging_folder_that_cannot_be_used(world, tmp_path, monkeypatch):
+@several_ranks
+def test_a_staging_folder_that_cannot_be_used(world, rank, size, tmp_path, monkeypatch):
     """Missing, not shared, full: the same error everywhere, nothing left, and the next call succeeds."""
     folder, x = Path(world.comm.bcast(str(tmp_path))), torch.ones(3)
 
@@ -240,7 +240,7 @@ def test_a_staging_folder_that_cannot_be_used(world, tmp_path, monkeypatch):
     change_settings(monkeypatch, world, staging=str(folder / "none"))
     fails("the staging folder: no such folder")
     change_settings(monkeypatch, world, staging=str(folder))
-    if world.rank == world.world_size - 1:
+    if rank == size - 1:
         monkeypatch.setattr(hdf5_files, "patiently", lambda look: "another file by that name on this rank")
     fails("the folder is not shared by all nodes")
     monkeypatch.undo()
@@ -250,7 +250,7 @@ def test_a_staging_folder_that_cannot_be_used(world, tmp_path, monkeypatch):
     def full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(plain, "write_at", full if world.rank == world.world_size - 1 else write)
+    monkeypatch.setattr(plain, "write_at", full if rank == size - 1 else write)
     fails("No space left on device")
     monkeypatch.setattr(plain, "write_at", write)
-    assert_on_all_ranks(world.comm, len(hd.concat(x, route="hdf5")) == 3 * world.world_size)
+    assert_on_all_ranks(world.comm, len(hd.concat(x, route="hdf5")) == 3 * size)

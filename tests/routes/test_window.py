@@ -14,7 +14,7 @@ from hpcdist.comm import messages, tuning, window
 from hpcdist.layout import limits
 from hpcdist.tensors import shared_memory
 
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:ComplexHalf")]
+pytestmark = pytest.mark.mpi
 
 # The extent along dim is put in.
 SHAPES = [((1,), 0), ((0, 1), 1), ((1, 3), 0), ((2, 1, 3), 1), ((5, 1), 1), ((2, 3, 1, 2), 2)]
@@ -153,17 +153,17 @@ def test_memory_of_a_node_is_that_of_one_result(world):
 
 
 @pytest.mark.parametrize("kernel", ["open", "closed"])
-def test_what_a_rank_writes_in_place_no_other_rank_sees(findings, world, kernel, monkeypatch):
+def test_what_a_rank_writes_in_place_no_other_rank_sees(findings, world, rank, size, kernel, monkeypatch):
     """Nor does it see that itself in a later result; whatever the kernel tells of a process's own pages."""
     if kernel == "closed":
         monkeypatch.setattr(shared_memory, "_PAGEMAP", "/nowhere")
     for turn in range(3):
         whole = _shared(world, turn)
         address = whole.data_ptr()
-        if world.rank == turn % world.world_size:
+        if rank == turn % size:
             whole[7 :: LARGE // 3] = -1
         world.comm.Barrier()
-        if world.rank != turn % world.world_size:
+        if rank != turn % size:
             findings.check(_good(world, whole, turn), f"turn {turn}")
         world.comm.Barrier()
         del whole
@@ -188,29 +188,29 @@ def test_the_storage_of_a_result_is_its_own_part(world):
         assert_on_all_ranks(world.comm, torch.equal(torch.load(file), got))
 
 
-def test_gradients_and_the_background(world):
-    x = torch.full((LARGE,), float(world.rank), requires_grad=True)
+def test_gradients_and_the_background(world, rank):
+    x = torch.full((LARGE,), float(rank), requires_grad=True)
     whole = hd.concat(x, shared=True)
     (whole * 2).sum().backward()
     later = [hd.concat(x.detach() + i, shared=True, async_op=True) for i in range(3)]
     good = [x.grad.eq(2.0 * world.world_size).all(), _good(world, whole.detach(), 0)]
     good += [_good(world, handle.wait(), i) for i, handle in enumerate(later)]
-    parts = hd.split(whole.detach() if world.rank == 0 else None, shared=True, async_op=True).wait()
-    good.append(parts.eq(world.rank).all())
+    parts = hd.split(whole.detach() if rank == 0 else None, shared=True, async_op=True).wait()
+    good.append(parts.eq(rank).all())
     team = world._context.team.background
     assert_on_all_ranks(world.comm, all(good) and team.unshared is None, (good, team.unshared))
 
 
-def test_wrong_calls_are_refused_on_all_ranks(world):
-    x, size = torch.ones(LARGE), world.world_size
+def test_wrong_calls_are_refused_on_all_ranks(world, rank, size):
+    x = torch.ones(LARGE)
     cases = [
         (lambda: hd.concat(x, shared=True, out=torch.empty(LARGE * size)), "out is given, but shared=True"),
         (lambda: hd.concat(x, shared=True, route="gloo"), "route is 'gloo', but shared=True"),
         (lambda: hd.concat([x], shared=True), "shared=True takes a tensor"),
-        (lambda: hd.split({"x": x} if world.rank == 0 else None, shared=True), "shared=True takes a tensor"),
+        (lambda: hd.split({"x": x} if rank == 0 else None, shared=True), "shared=True takes a tensor"),
     ]
     if size > 1:
-        cases.append((lambda: hd.concat(x, shared=world.rank == 0), "shared is "))
+        cases.append((lambda: hd.concat(x, shared=rank == 0), "shared is "))
     for call, text in cases:
         refused(world, text, call)
     assert_on_all_ranks(world.comm, _good(world, _shared(world, 3), 3))

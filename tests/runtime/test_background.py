@@ -10,23 +10,23 @@ from itertools import product
 
 import pytest
 import torch
-from collective import refused
-from launch import mpirun
+from collective import refused, several_ranks
+from launch import finished, mpirun
 
 import hpcdist as hd
 from hpcdist.runtime import background as handles
 
 
-@pytest.mark.mpi(min_size=2)
-def test_it_goes_on_while_this_rank_does_other_things(world, findings):
+@several_ranks
+def test_it_goes_on_while_this_rank_does_other_things(world, rank, size, findings):
     """A late rank: the others have their hands free, done() says no, and wait() stops waiting when asked to."""
-    last = world.world_size - 1
+    last = size - 1
     gate = threading.Event()
-    if world.rank == last:
+    if rank == last:
         world.comm.Barrier()
-        handle = hd.concat(torch.full((2,), world.rank), async_op=True)
+        handle = hd.concat(torch.full((2,), rank), async_op=True)
     else:
-        handle = hd.concat(torch.full((2,), world.rank), async_op=True)
+        handle = hd.concat(torch.full((2,), rank), async_op=True)
         findings.check(not handle.done(), "done before the last rank has come")
         begin = time.monotonic()
         try:
@@ -40,11 +40,11 @@ def test_it_goes_on_while_this_rank_does_other_things(world, findings):
             break
         gate.wait(0.01)
     findings.check(handle.done(), "not done by itself")
-    findings.same(handle.wait(), torch.arange(world.world_size).repeat_interleave(2), "result")
+    findings.same(handle.wait(), torch.arange(size).repeat_interleave(2), "result")
 
 
-@pytest.mark.mpi(min_size=2)
-def test_an_error_comes_out_of_wait(world, findings):
+@several_ranks
+def test_an_error_comes_out_of_wait(world, size, findings):
     """The same on all ranks; what was begun before and after is not concerned."""
     good = hd.concat(torch.ones(2), async_op=True)
     bad = hd.concat(torch.ones(2, dtype=torch.float64 if world.rank else torch.float32), async_op=True)
@@ -52,16 +52,16 @@ def test_an_error_comes_out_of_wait(world, findings):
     after = hd.concat(torch.ones(3), async_op=True)
     for handle in (bad, bad, wrong):
         refused(world, "", handle.wait)
-    findings.check(good.wait(60).numel() == 2 * world.world_size, "before")
-    findings.check(after.wait(60).numel() == 3 * world.world_size, "after")
+    findings.check(good.wait(60).numel() == 2 * size, "before")
+    findings.check(after.wait(60).numel() == 3 * size, "after")
 
 
 @pytest.mark.mpi
-def test_a_wait_of_any_length(world, findings):
+def test_a_wait_of_any_length(world, rank, size, findings):
     """Infinity is no limit, and so is what is longer than a thread can wait; a wrong one is this rank's own error."""
     x = torch.arange(3)
-    peer = (world.rank + 1) % world.world_size
-    received = hd.irecv((world.rank - 1) % world.world_size)
+    peer = (rank + 1) % size
+    received = hd.irecv((rank - 1) % size)
     for wrong in (-1, math.nan, -math.inf, "1", True, timedelta(seconds=-1), -(10**5000)):
         with pytest.raises((ValueError, TypeError), match="timeout"):
             received.wait(wrong)
@@ -145,8 +145,7 @@ if world.rank == 0:
 
 
 def test_worlds_that_end_with_calls_under_way():
-    job = mpirun(2, code=BEGIN + ENDS)
-    assert job.status == 0, job.err
+    job = finished(2, code=BEGIN + ENDS)
     assert job.out.count("refused\n") == 6, job.out
     assert job.err.count("hpcdist: concat() failed, and wait() was not called: RankError('concat() was refused") == 2
     assert "rank 1: called finalize(), or reached the end of its program" in job.out

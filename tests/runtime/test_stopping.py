@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import mpirun
+from launch import finished, mpirun
 from settings import ALL
 
 from hpcdist.comm import launcher
@@ -27,8 +27,7 @@ def job(np, body):
 def test_a_signal_to_any_rank_at_any_moment(tmp_path):
     """No rank goes one step further than another, and the next run goes on from the file."""
     trials = 200 if ALL else 12
-    done = mpirun(3, str(Path(__file__).with_name("stop_at_random.py")), str(trials), str(tmp_path / "state.h5"))
-    assert done.status == 0, done.err
+    done = finished(3, str(Path(__file__).with_name("stop_at_random.py")), str(trials), str(tmp_path / "state.h5"))
     found = re.search(rf"^{trials} trials, (\d+) steps, at most (\d+)$", done.out, re.MULTILINE)
     assert found and int(found[2]) > 1, done.out
 
@@ -136,8 +135,7 @@ with hd.init() as world:
 
 def test_handlers_workers_refusals_and_the_time_of_the_job(tmp_path):
     fake(tmp_path, "squeue", "0:50")
-    done = mpirun(2, "-c", HEAD + HANDLERS + WORKERS + REFUSED + TIME, str(tmp_path))
-    assert done.status == 0, done.err
+    done = finished(2, "-c", HEAD + HANDLERS + WORKERS + REFUSED + TIME, str(tmp_path))
     said = done.out.splitlines()
     assert len(said) == 2 and said[0] == said[1] and re.fullmatch(r"the job ends in \d+ s", said[0]), said
     assert (tmp_path / "calls").read_text().split() == ["call", "call"]  # one for each world

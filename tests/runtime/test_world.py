@@ -6,7 +6,7 @@ import textwrap
 import pytest
 import torch
 import torch.distributed as dist
-from launch import mpirun, python, run
+from launch import finished, mpirun, python, run
 from mpi4py import MPI
 
 from hpcdist.comm import rendezvous
@@ -32,14 +32,14 @@ world.finalize()
 
 
 @pytest.mark.mpi
-def test_the_world_is_that_of_mpi(world, findings):
+def test_the_world_is_that_of_mpi(world, rank, findings):
     comm = MPI.COMM_WORLD
-    ranks = {(world.rank, world.world_size), (comm.rank, comm.size), (dist.get_rank(), dist.get_world_size())}
+    ranks = {(rank, world.world_size), (comm.rank, comm.size), (dist.get_rank(), dist.get_world_size())}
     findings.check(len(ranks) == 1, ranks)
     found = (world.local_rank, world.node, world.nodes)
     findings.check(found == (comm.rank, 0, 1), found)
     findings.check(world.group is dist.group.WORLD and world.comm is comm, "another group or communicator")
-    x = torch.tensor([world.rank + 1.0])
+    x = torch.tensor([rank + 1.0])
     dist.all_reduce(x)
     findings.check(x.item() == comm.size * (comm.size + 1) // 2, x)
 
@@ -312,8 +312,7 @@ hd.init(backend="gloo").finalize()
 def test_worlds_one_after_the_other(np, scenarios):
     """In one job, with the world ended after each scenario."""
     steps = [f"say({name!r})\n{code}\nhd.finalize()\n" for name, code in scenarios.items()]
-    done = mpirun(np, code="".join([HEAD, *steps, "say('end')\n"]))
-    assert done.status == 0, done.err
+    done = finished(np, code="".join([HEAD, *steps, "say('end')\n"]))
     assert sorted(done.out.splitlines()) == sorted([*scenarios, "end"] * np), done
 
 

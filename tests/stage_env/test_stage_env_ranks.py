@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from collective import assert_on_all_ranks, refused
+from collective import assert_on_all_ranks, refused, several_ranks
 from launch import mpirun
 
 from hpcdist.control import objects
@@ -57,7 +57,7 @@ def _left(to):
     return os.listdir(to / f"hpcdist-{os.getuid()}" / "stage_env")
 
 
-@pytest.mark.mpi(min_size=2)
+@several_ranks
 @pytest.mark.parametrize("pieces", [0, 9])
 def test_a_full_disk_is_the_same_error_everywhere_and_leaves_nothing(world, shared, to, pieces, monkeypatch):
     comm, written, extract = world.comm, [0], tarfile.TarFile.extract
@@ -75,7 +75,7 @@ def test_a_full_disk_is_the_same_error_everywhere_and_leaves_nothing(world, shar
     assert_on_all_ranks(comm, _holds(staged(comm, shared, to), to))
 
 
-@pytest.mark.mpi(min_size=2)
+@several_ranks
 @pytest.mark.parametrize("number", ["1", "39"])
 def test_what_cannot_be_read_is_the_same_error_everywhere(world, shared, to, number, monkeypatch):
     """A file in the middle or at the end, or a folder that one node lacks. The copies that were there stay."""
@@ -98,7 +98,7 @@ def test_what_cannot_be_read_is_the_same_error_everywhere(world, shared, to, num
     assert_on_all_ranks(comm, _holds(done, to) and (comm.rank == 0 or _left(new) == []))
 
 
-@pytest.mark.mpi(min_size=2)
+@several_ranks
 def test_what_is_damaged_on_its_way_gets_no_name(world, shared, to, monkeypatch):
     """In the contents of a file, which nothing else would notice."""
     comm, received = world.comm, [0]

@@ -103,9 +103,9 @@ def test_the_folder_of_the_call(gate, findings, folder, monkeypatch):
 
 
 @mpi
-def test_the_program_goes_on(gate, world, findings, folder):
+def test_the_program_goes_on(gate, world, size, findings, folder):
     """The call returns while the file cannot be written; other calls run meanwhile, also with async_op, also saves."""
-    size, path, (shards, wholes, dims) = world.world_size, folder / "x.h5", some(world)
+    path, (shards, wholes, dims) = folder / "x.h5", some(world)
     mine, ranks = torch.tensor([world.rank]), torch.arange(size)
     handle = staging.save(path, shards, dims, async_op=True)
     for x in shards.values():
@@ -182,9 +182,9 @@ def test_copies_are_bounded(gate, findings, folder):
 
 @mpi
 @pytest.mark.parametrize("suffix", [".h5", ".safetensors"])
-def test_a_failure_is_raised_by_wait(suffix, world, findings, folder, monkeypatch):
+def test_a_failure_is_raised_by_wait(suffix, world, size, findings, folder, monkeypatch):
     """A mistake of one rank, or a disk without space there; the old file stays, and the job goes on."""
-    path, size, is_last = folder / f"x{suffix}", world.world_size, world.rank == world.world_size - 1
+    path, is_last = folder / f"x{suffix}", world.rank == size - 1
     old, new = torch.ones(20_000), torch.zeros(20_000)
     staging.save(path, old)
     cases = [

@@ -24,28 +24,28 @@ pytestmark = pytest.mark.mpi
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_shards_that_meet_in_a_page(writer, findings, world, folder):
+def test_shards_that_meet_in_a_page(writer, findings, world, rank, folder):
     """A new name each time, and one that is replaced again and again: the bytes of all ranks, every time; of one
     tensor, and of many small ones."""
     for turn, counts in enumerate([(1000, 2007, 5, 0, 33)] * 3 + [(5, 3, 1, 1, 1), (100_000, 7, 0, 4000, 1)] * 2):
         extents = counts[: world.world_size]
         wholes = {"x": whole_of((sum(extents),), torch.int16, salt=turn)}
         wholes |= {f"t{i}": whole_of((sum(extents), 1 + i % 7), torch.float32, salt=i) for i in range(50 * (turn == 4))}
-        mine = {name: part(whole, 0, extents, world.rank) for name, whole in wholes.items()}
+        mine = {name: part(whole, 0, extents, rank) for name, whole in wholes.items()}
         for name in (f"new{turn}.h5", "same.h5"):
             staging.save(folder / name, mine, writer=writer)
         got = staging.load(folder / f"new{turn}.h5", dim=None, verify=True)
         for name, whole in wholes.items():
             findings.same(got[name], whole, f"turn {turn}: {name}")
-        if world.rank == 0:
+        if rank == 0:
             with staging.open(folder / "same.h5") as file:
                 findings.same(file.read("x", verify=True), wholes["x"], f"replaced in turn {turn}")
         world.comm.Barrier()
 
 
-def test_piecewise(findings, world, folder):
+def test_piecewise(findings, world, size, folder):
     """Rows of the ranks in turn, of 100 bytes and of 10,000; columns; boxes and their writers drawn at random."""
-    size, draw = world.world_size, random.Random(5)
+    draw = random.Random(5)
     cases = []
     for columns in (25, 2500):
         cuts = [columns * r // size for r in range(size + 1)]
@@ -72,14 +72,14 @@ def test_outputs_of_the_commands(suffix, findings, world, folder):
         world.comm.Barrier()
 
 
-def test_route_hdf5(findings, world, folder, monkeypatch):
+def test_route_hdf5(findings, world, rank, folder, monkeypatch):
     change_settings(monkeypatch, world, staging=str(folder))
     extents = extents_of("ragged", world.world_size)
     for turn in range(5):
         whole = whole_of((sum(extents), 3), torch.int64, salt=turn)
-        mine = part(whole, 0, extents, world.rank)
+        mine = part(whole, 0, extents, rank)
         findings.same(hd.concat(mine, route="hdf5"), whole, "concat")
-        got = hd.split(whole if world.rank == 0 else None, counts=extents, route="hdf5")
+        got = hd.split(whole if rank == 0 else None, counts=extents, route="hdf5")
         findings.same(got, mine, "split")
     world.comm.Barrier()
     findings.check(os.listdir(folder) == [], os.listdir(folder))

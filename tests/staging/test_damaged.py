@@ -108,9 +108,9 @@ def verdict(read):
 
 
 @pytest.mark.mpi
-def test_flipped_bits(world, findings, folder):
+def test_flipped_bits(world, rank, findings, folder):
     """300 of them, of which each rank tries its share on a copy of its own."""
-    alone = world.comm.Split(world.rank)
+    alone = world.comm.Split(rank)
     for number, kind in enumerate(KINDS):
         good = folder / f"{kind}.h5"
         write(kind, good)
@@ -122,7 +122,7 @@ def test_flipped_bits(world, findings, folder):
         path.write_bytes(content)
         ways = readers(path, group=alone)
         findings.check({verdict(read) for read in ways.values()} == {"right"}, f"{kind}, whole")
-        for (place, at), bit in list(zip(flips, bits, strict=True))[world.rank :: world.world_size]:
+        for (place, at), bit in list(zip(flips, bits, strict=True))[rank :: world.world_size]:
             damaged = bytearray(content)
             damaged[at] ^= 1 << bit
             path.write_bytes(damaged)

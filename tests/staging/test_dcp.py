@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from cases import DTYPES, same_bits, whole_of
-from collective import assert_on_all_ranks, raises_on_all_ranks
+from collective import assert_on_all_ranks, raises_on_all_ranks, several_ranks
 from conftest import holds
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
@@ -129,12 +129,12 @@ def path(folder):
 
 
 @pytest.mark.parametrize("window", [SMALL, 2**20])
-def test_every_placement_on_any_number_of_ranks(window, findings, world, path, mesh):
+def test_every_placement_on_any_number_of_ranks(window, findings, world, rank, path, mesh):
     """Each number of the last ranks loads what others have saved, and saves."""
     save(state_of(mesh, PLACEMENTS), path, window=window)
     for first in reversed(range(world.world_size)):
         some = DeviceMesh("cpu", list(range(first, world.world_size)))
-        if world.rank >= first:
+        if rank >= first:
             group = {"process_group": some.get_group()}
             for verify, placements in itertools.product((None, True, False), (PLACEMENTS, OTHERS)):
                 state = state_of(some, placements, zero=True)
@@ -148,7 +148,7 @@ def test_every_placement_on_any_number_of_ranks(window, findings, world, path, m
         findings.check(file["plain.scalar"][()] == 2.5, "scalar by h5py")
     for (name, whole), dim in itertools.product(WHOLES.items(), (None, 0, 1)):
         got = staging.load(path, f"sharded.{name}", dim=dim, verify=True, window=max(window, 200))
-        expected = whole if dim is None else whole.tensor_split(world.world_size, dim)[world.rank]
+        expected = whole if dim is None else whole.tensor_split(world.world_size, dim)[rank]
         findings.same(got, expected, f"{name} by staging.load {dim}")
     for verify, size in itertools.product((None, True, False), (50, 200, 2**20)):
         got = staging.load(path, "sharded.columns", box=((2, 3, 1), (3, 4, 1)), verify=verify, window=size)
@@ -156,17 +156,17 @@ def test_every_placement_on_any_number_of_ranks(window, findings, world, path, m
     reload(findings, path, mesh)
 
 
-def test_in_one_process_and_into_lazy_views(findings, world, folder):
+def test_in_one_process_and_into_lazy_views(findings, world, rank, folder):
     """Conjugated or negated ones are filled with the values of the file, as torch's own reader does."""
     path, reals = folder / f"{world.rank}.h5", torch.arange(12.0).view(4, 3)
-    wave = whole_of((4, 3), torch.complex64, world.rank)
-    dcp.save({"wave": wave, "reals": reals, "step": world.rank}, storage_writer=HDF5Writer(path), no_dist=True)
+    wave = whole_of((4, 3), torch.complex64, rank)
+    dcp.save({"wave": wave, "reals": reals, "step": rank}, storage_writer=HDF5Writer(path), no_dist=True)
     got = {"wave": torch.zeros_like(wave).conj(), "reals": torch.zeros_like(wave).conj().imag, "step": -1}
     findings.check(got["wave"].is_conj() and got["reals"].is_neg(), "lazy")
     dcp.load(got, storage_reader=HDF5Reader(path, window=SMALL), no_dist=True)
     findings.same(got["wave"].resolve_conj(), wave, "wave")
     findings.same(got["reals"].resolve_neg(), reals, "reals")
-    findings.check(got["step"] == world.rank, got)
+    findings.check(got["step"] == rank, got)
 
 
 def test_a_part_of_a_checkpoint(findings, world, folder, path, mesh):
@@ -245,16 +245,16 @@ def test_a_failure_on_one_rank(step, findings, world, path, mesh):
     reload(findings, path, mesh)
 
 
-@pytest.mark.mpi(min_size=2)
+@several_ranks
 @pytest.mark.parametrize("step", ["write_data", "finish", "name"])
-def test_what_a_failed_save_has_written_is_resumed(step, findings, world, path, mesh, monkeypatch):
+def test_what_a_failed_save_has_written_is_resumed(step, findings, world, rank, path, mesh, monkeypatch):
     state, last = state_of(mesh, PLACEMENTS), world.world_size - 1
     options = {"window": SMALL, "resume": True}
     storage, counts, write = HDF5Writer(path, **options), [0], PartFile.write
     with monkeypatch.context() as patch:
         if step == "name":  # when all else is in the file
             patch.setattr(Commit, "finish", lambda _: 1 / 0)
-        elif world.rank == (last if step == "write_data" else 0):
+        elif rank == (last if step == "write_data" else 0):
             fail_in(storage, step)
         failure(world, lambda: dcp.save(state, storage_writer=storage), "")
 
@@ -263,18 +263,18 @@ def test_what_a_failed_save_has_written_is_resumed(step, findings, world, path, 
         write(*args)
 
     monkeypatch.setattr(PartFile, "write", counted)
-    if world.rank == 0:
+    if rank == 0:
         state["sharded"]["rows"].to_local()[0, 0] = 5  # another value: written again
     save(state, path, **options)
-    left_out = step == "write_data" and world.rank == last
-    findings.check(counts[0] > 4 if left_out else counts[0] == (world.rank == 0), counts)
+    left_out = step == "write_data" and rank == last
+    findings.check(counts[0] > 4 if left_out else counts[0] == (rank == 0), counts)
     changed = WHOLES["rows"].clone()
     changed[0, 0] = 5
     monkeypatch.setitem(WHOLES, "rows", changed)
     reload(findings, path, mesh)
 
 
-@pytest.mark.mpi(min_size=2)
+@several_ranks
 def test_ranks_on_several_hosts(findings, world, folder, path, mesh, monkeypatch):
     """No rank writes a page that it does not fill: the coordinator does, or says that there is too much of it."""
     monkeypatch.setattr(hdf5_dcp, "_host", lambda: f"host {world.rank}")

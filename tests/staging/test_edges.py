@@ -38,9 +38,9 @@ def one_file(folder, world):
     same(world, staging.load(folder / "x.h5", dim=None)[:3], X)
 
 
-def test_piecewise_with_a_hole_or_twice_at_one_place(world, folder):
-    n, own = 2 * world.world_size, [2 * world.rank, 2 * world.rank + 1]
-    for count, extent, places in ((n, n + 1, own), (0, n, []), (n + 1, n, own if world.rank else [0, *own])):
+def test_piecewise_with_a_hole_or_twice_at_one_place(world, rank, folder):
+    n, own = 2 * world.world_size, [2 * rank, 2 * rank + 1]
+    for count, extent, places in ((n, n + 1, own), (0, n, []), (n + 1, n, own if rank else [0, *own])):
 
         def write(extent=extent, places=places):
             with staging.open(folder / "x.h5", "w", {"x": ((extent,), torch.int8)}) as file:
@@ -185,13 +185,13 @@ def test_a_file_that_is_replaced_while_it_is_read(world, findings, folder, monke
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_write_that_fails(again, world, folder, monkeypatch):
+def test_a_write_that_fails(again, world, rank, folder, monkeypatch):
     """The program that caught the error may write the box again; if it does not, the box is missing at the end."""
     n = world.world_size
 
     def close():
         with staging.open(folder / "x.h5", "w", {"x": ((100, n), torch.int64)}) as file:
-            write = partial(file.write, "x", torch.full((100, 1), world.rank), (0, world.rank))
+            write = partial(file.write, "x", torch.full((100, 1), rank), (0, rank))
             if last(world):
                 with monkeypatch.context() as patch:
                     patch.setattr(file._file.files[0].edges._data, "write", lambda data: 1 / 0)

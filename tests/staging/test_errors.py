@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from collective import assert_on_all_ranks, refused
+from collective import assert_on_all_ranks, refused, several_ranks
 from conftest import WRITERS, holds, same
 
 import hpcdist as hd
@@ -74,11 +74,11 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_a_mistake_is_the_same_error_everywhere(everywhere, world, folder):
-    staging.save(folder / "old.h5", X.float() if world.rank == 0 else X[:0].float())
+def test_a_mistake_is_the_same_error_everywhere(everywhere, world, rank, folder):
+    staging.save(folder / "old.h5", X.float() if rank == 0 else X[:0].float())
     for call, wrong, text in MISTAKES:
         right = {"box": ((0, 0), (3, 2))} if "box" in wrong else {}
-        given = wrong if everywhere or world.rank == last(world) else right
+        given = wrong if everywhere or rank == last(world) else right
         ranks = range(world.world_size) if everywhere else [last(world)]
         error = refused(world, text, call, folder, ranks=ranks, **given)
         assert_on_all_ranks(world.comm, all(text in problem for problem in error.problems.values()), error)
@@ -89,9 +89,9 @@ def test_a_mistake_is_the_same_error_everywhere(everywhere, world, folder):
     refused(world, "dim names 'm.w', which is not there", load, folder, dim={"m.w": None})
 
 
-@pytest.mark.mpi(min_size=2)
-def test_ranks_that_differ(world, folder, monkeypatch):
-    odd = world.rank == last(world)
+@several_ranks
+def test_ranks_that_differ(world, rank, folder, monkeypatch):
+    odd = rank == last(world)
     cases = {
         "tensor 'a' is None, where rank 0 has 'torch.int64 of shape (*, 2), dim 0'": {
             "tensors": {"b" if odd else "a": X}
@@ -115,7 +115,7 @@ def test_ranks_that_differ(world, folder, monkeypatch):
         refused(world, text, save, folder, ranks=[last(world)], **given)
         holds(world, folder)
     monkeypatch.undo()
-    refused(world, "called ", lambda: save(folder) if world.rank else hd.concat(X))
+    refused(world, "called ", lambda: save(folder) if rank else hd.concat(X))
     save(folder, "old.h5")
     refused(world, "verify is True, where rank 0 has None", load, folder, ranks=[last(world)], verify=odd or None)
 
@@ -184,11 +184,11 @@ def test_folders_that_cannot_be_written(world, folder, monkeypatch):
         *((step, None, errno.EIO) for step in ("fsync", "replace")),
     ],
 )
-def test_a_step_that_fails(step, place, code, dim, world, folder, monkeypatch):
+def test_a_step_that_fails(step, place, code, dim, world, size, folder, monkeypatch):
     """In the middle of the data or at the end, on any rank: the same error on all, the old file, no leftover, and the
     job goes on."""
     save(folder)
-    ranks = list(range(world.world_size)) if place is None else [range(world.world_size)[place]]
+    ranks = list(range(size)) if place is None else [range(size)[place]]
     calls, inner = [], getattr(os, step)
 
     def failing(*args):
@@ -199,7 +199,7 @@ def test_a_step_that_fails(step, place, code, dim, world, folder, monkeypatch):
 
     monkeypatch.setattr(os, step, failing)
     big = torch.arange(60_000).view(2000, 30)  # 10 pieces a rank, with pages of their own
-    window = 48_000 if dim == 0 else 96_000 * world.world_size
+    window = 48_000 if dim == 0 else 96_000 * size
     again = partial(save, folder, tensors=big, dim=dim, writer="posix", window=window)
     if step == "pwrite":
         refused(world, f"writing failed: {os.strerror(code)}", again, ranks=ranks)
@@ -211,7 +211,7 @@ def test_a_step_that_fails(step, place, code, dim, world, folder, monkeypatch):
     again()
 
 
-@pytest.mark.mpi(min_size=2)
+@several_ranks
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_folder_that_is_not_shared(writer, world, folder, monkeypatch):
     """The last rank does not see the file that rank 0 has made."""
@@ -250,9 +250,9 @@ def test_what_other_jobs_write_and_have_left(world, folder):
 
 @pytest.mark.parametrize(("name", "driver"), [*(("x.h5", name) for name in WRITERS), ("x.safetensors", "posix")])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_resume(dim, name, driver, world, folder, monkeypatch):
+def test_resume(dim, name, driver, world, rank, folder, monkeypatch):
     """After a failure, only what is missing, or damaged since, is written; the data are the same bytes."""
-    x, is_last = torch.arange(60_000).view(2000, 30) + 1_000_000 * world.rank, world.rank == last(world)
+    x, is_last = torch.arange(60_000).view(2000, 30) + 1_000_000 * rank, rank == last(world)
     options = {"dim": dim, "writer": driver}
     options["window"] = 40_000 if dim == 0 else 80_000 * world.world_size
     save(folder, f"whole{name}", x, **options)
@@ -270,7 +270,7 @@ def test_resume(dim, name, driver, world, folder, monkeypatch):
     refused(world, "made up", resume)
     (left,) = paths._left(folder / name)
     holds(world, folder, left.name, f"whole{name}")
-    if world.rank == 0:
+    if rank == 0:
         with left.open("r+b") as file:  # a piece that was complete is damaged by now, and so is what is no data
             file.seek(left.read_bytes().index(bytes(x[100:101, :20].numpy())) + 3)
             file.write(b"\xff")
@@ -339,19 +339,19 @@ def test_what_another_save_has_left_is_not_mixed_in(dim, world, folder):
         world.comm.Barrier()
 
 
-def test_piecewise(world, findings, folder):
+def test_piecewise(world, rank, findings, folder):
     """The last rank names the tensors in another order."""
     whole, path = torch.arange(12 * 5).view(12, 5).to(torch.bfloat16), folder / "x.h5"
     spec = {
         "x/a": ((12, 5), torch.bfloat16), "none": ((0, 2), torch.int8), "one": ((), torch.float64)
     }  # fmt: skip
-    if world.rank == last(world):
+    if rank == last(world):
         spec = dict(reversed(spec.items()))
     with staging.open(path, "w", spec, attrs={"x/a": {"unit": "m"}, "": {"n": 1}}, window=30) as file:
-        for row in range(world.rank, 12, world.world_size):
+        for row in range(rank, 12, world.world_size):
             file.write("x/a", whole[row : row + 1, :2], (row, 0))
             file.write("x/a", whole[row : row + 1, 2:], (row, 2))
-        if world.rank == 0:
+        if rank == 0:
             file.write("one", torch.tensor(2.5, dtype=torch.float64), ())
         x = whole[:1]
         for kind, text, wrong, place in (

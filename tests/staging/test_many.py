@@ -14,11 +14,11 @@ from hpcdist.staging.reader import TensorReader
 pytestmark = pytest.mark.mpi
 
 
-def test_a_table_of_pieces_in_any_order(findings, world, folder):
+def test_a_table_of_pieces_in_any_order(findings, world, rank, folder):
     """Nothing promises that the pieces of a file come in the order of the tensor."""
     whole, path = torch.arange(40 * 6).view(40, 6), folder / "x.h5"
-    staging.save(path, whole[:0] if world.rank else whole, window=100)
-    if world.rank == 0:
+    staging.save(path, whole[:0] if rank else whole, window=100)
+    if rank == 0:
         with h5py.File(path, "r+") as file:
             rows = file["_hpcdist/pieces"][()].view(record_dtype(2))
             file["_hpcdist/pieces"][...] = np.random.default_rng(1).permutation(rows).view("u1")
@@ -32,7 +32,7 @@ def test_a_table_of_pieces_in_any_order(findings, world, folder):
         with pytest.raises(hd.FileError, match="is damaged"):
             file.read("data", (20, 1), (1, 1), verify=True)
     got = staging.load(path, dim=1, verify=False)
-    findings.same(got[:20], whole[:20].tensor_split(world.world_size, 1)[world.rank], "columns")
+    findings.same(got[:20], whole[:20].tensor_split(world.world_size, 1)[rank], "columns")
 
 
 def test_boxes_leave_out_pieces(findings, world, folder, monkeypatch):

@@ -23,13 +23,13 @@ pytestmark = pytest.mark.mpi
 LARGE = whole_of((200, 500), torch.int32)
 
 
-def test_other_memory(comm, findings, world, folder, monkeypatch):
+def test_other_memory(comm, findings, world, rank, folder, monkeypatch):
     """Into `out` with strides on one rank, and in place on the others, within the window; dims by name."""
     path, scratches, made = folder / "x.h5", [], Scratch.__init__
     tensors = {"a": LARGE, "b": LARGE + 1, "step": torch.tensor(7)}
     staging.save(path, tensors, None, window=30_000)
     monkeypatch.setattr(Scratch, "__init__", lambda self, **how: (scratches.append(self), made(self, **how))[0])
-    step = 1 if world.rank else 2
+    step = 1 if rank else 2
     for size, verify in itertools.product((5_000, 70_000, 2**20), (None, True)):
         out = torch.empty((500, 200 * step), dtype=LARGE.dtype).t()[::step]
         options = {"window": size, "verify": verify, "group": comm}
@@ -38,7 +38,7 @@ def test_other_memory(comm, findings, world, folder, monkeypatch):
         held = [sum(x.numel() for x in scratch._held) for scratch in scratches]
         findings.check(held and max(held) <= size, (options, held))
         scratches.clear()
-    tensors["a"] = LARGE.tensor_split(world.world_size, 1)[world.rank]
+    tensors["a"] = LARGE.tensor_split(world.world_size, 1)[rank]
     got = staging.load(path, dim={"a": 1, "b": None, "step": None}, group=comm)
     for name, expected in tensors.items():
         findings.same(got[name], expected, name)
@@ -55,9 +55,9 @@ def test_other_memory(comm, findings, world, folder, monkeypatch):
     ],
     ids=str,
 )
-def test_bytes_read_and_sent(options, comm, findings, world, folder, monkeypatch):
+def test_bytes_read_and_sent(options, comm, findings, world, size, folder, monkeypatch):
     """Counted where they are read and sent, and as explain tells before the call; what is compressed is read once."""
-    size, moved = world.world_size, [0, 0]
+    moved = [0, 0]
     team, nodes = world._context.team_of(comm), len(set(world.settings.node_of))
     staging.save(folder / "x.h5", LARGE, None, window=30_000)
     if world.rank == 0:
@@ -95,10 +95,10 @@ def test_bytes_read_and_sent(options, comm, findings, world, folder, monkeypatch
         moved[:] = 0, 0
 
 
-def test_damage_is_one_error(comm, findings, world, folder, monkeypatch):
+def test_damage_is_one_error(comm, findings, world, rank, folder, monkeypatch):
     """Whichever rank reads the piece, small or large; a cache that is out of date is read again, and is no error."""
     forgotten, path, tensors = [], folder / "x.h5", {"small": LARGE[:2], "large": LARGE}
-    is_last = world.rank == world.world_size - 1
+    is_last = rank == world.world_size - 1
     staging.save(path, tensors, None, window=80_000)
     load = partial(staging.load, path, dim=None, group=comm)
     for name, at in (("small", 8), ("large", LARGE.nbytes - 1)):
@@ -106,7 +106,7 @@ def test_damage_is_one_error(comm, findings, world, folder, monkeypatch):
             at += file[name].id.get_offset()
         for damaged in (True, False):
             world.comm.Barrier()
-            if world.rank == 0:
+            if rank == 0:
                 with path.open("r+b") as file:
                     os.pwrite(file.fileno(), bytes([os.pread(file.fileno(), 1, at)[0] ^ 1]), at)
             world.comm.Barrier()

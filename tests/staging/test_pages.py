@@ -30,10 +30,10 @@ class _Copy:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("seed", range(30))
-def test_each_page_is_written_by_one_rank(seed, world, findings, tmp_path, monkeypatch):
+def test_each_page_is_written_by_one_rank(seed, world, size, findings, tmp_path, monkeypatch):
     """Arrays anywhere, in pieces of any length, with gaps or without: all bytes arrive, from one rank a page; what is
     not only data comes from rank 0. More than memory is to hold, and than is sent at a time."""
-    draw, size = random.Random(seed), world.world_size
+    draw = random.Random(seed)
     monkeypatch.setattr(sys.modules["hpcdist.staging.drivers"], "_ROUND", draw.choice((100, 2**20)))
     arrays, runs, end = [], [], draw.choice((0, 13, PAGE))
     for _ in range(draw.randrange(1, 6)):

@@ -20,7 +20,7 @@ from hpcdist.staging.writer import RankWriter, Target
 pytestmark = pytest.mark.mpi
 
 
-def test_the_file_is_the_library_s(world, findings, folder):
+def test_the_file_is_the_library_s(findings, folder):
     path = folder / "x.safetensors"
     tensors = {
         "b": whole_of((3, 2), torch.float32),
@@ -36,11 +36,11 @@ def test_the_file_is_the_library_s(world, findings, folder):
         findings.check(own[sizes[0] :] == theirs[sizes[1] :], "the data")
 
 
-def test_several_files_and_their_index(world, findings, folder, monkeypatch):
+def test_several_files_and_their_index(world, rank, size, findings, folder, monkeypatch):
     """Hugging Face's names and index; every file loads; none appears if one of them fails."""
     path = folder / "model.safetensors"
     wholes = {f"layer.{k}": whole_of((4, 5 + k), torch.float32, k) for k in range(5)}  # 80 to 144 bytes
-    shards = {name: x.tensor_split(world.world_size)[world.rank] for name, x in wholes.items()}
+    shards = {name: x.tensor_split(size)[rank] for name, x in wholes.items()}
     save, write = partial(staging.save, path, shards, window=100), RankWriter.write
     save(max_shard_size="1KB")
     holds(world, folder, "model.safetensors")
@@ -48,7 +48,7 @@ def test_several_files_and_their_index(world, findings, folder, monkeypatch):
     path.unlink(missing_ok=True)
 
     def failing(self, i, *args):
-        if "00002-of" in self._where[i][0].name and world.rank == world.world_size - 1:
+        if "00002-of" in self._where[i][0].name and rank == size - 1:
             raise OSError(5, "a broken disk")
         return write(self, i, *args)
 
@@ -132,7 +132,7 @@ WHOLES = {
 INDEX = "model.safetensors.index.json"
 
 
-def test_every_part_of_a_folder(folder, world, findings):
+def test_every_part_of_a_folder(folder, rank, findings):
     """Of several files that this package has written."""
     name = "model.layers.1.weight"
     staging.save(folder / "model.safetensors", WHOLES, None, max_shard_size="1KB")
@@ -148,14 +148,14 @@ def test_every_part_of_a_folder(folder, world, findings):
             dim = options["dim"].get(key, 0) if isinstance(options["dim"], dict) else options["dim"]
             findings.same(got[key], x if dim is None or not x.dim() else hd.local(x, hd.Split(dim)), (options, key))
     out = torch.empty(4, 3, dtype=torch.int64).t()
-    staging.load(folder, name, box=((world.rank, 5), (3, 4)), out=out)
-    findings.same(out, WHOLES[name][world.rank : world.rank + 3, 5:9], "box")
+    staging.load(folder, name, box=((rank, 5), (3, 4)), out=out)
+    findings.same(out, WHOLES[name][rank : rank + 3, 5:9], "box")
 
 
-def test_groups_and_no_index(folder, world):
+def test_groups_and_no_index(folder, world, rank):
     """Names with slashes are nested; without an index, all files of the folder count; with one, those that it names."""
     norm, scale = WHOLES["model.norm.weight"], WHOLES["scale"]
-    if world.rank == 0:
+    if rank == 0:
         save_file({"a/x": scale, "a/y": norm}, folder / "one.safetensors")
         save_file({"a/z": norm, "b": scale}, folder / "two.safetensors")
     world.comm.Barrier()
@@ -164,7 +164,7 @@ def test_groups_and_no_index(folder, world):
     assert staging.load(folder, dim=None).keys() == {"a", "b"}
     assert staging.load(folder, "b").item() == 2.5
     world.comm.Barrier()
-    if world.rank == 0:
+    if rank == 0:
         _index(folder, {"a/z": "two.safetensors"})
     world.comm.Barrier()
     assert staging.load(folder, dim=None)["a"].keys() == {"z"}

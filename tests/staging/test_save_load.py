@@ -31,7 +31,7 @@ def by_h5py(path, name, dtype):
 
 @pytest.mark.parametrize("writer", [*WRITERS, "safetensors"])
 @pytest.mark.parametrize("case", EXTENTS)
-def test_every_extent_dim_and_dtype(case, writer, world, findings, folder):
+def test_every_extent_dim_and_dtype(case, writer, world, rank, findings, folder):
     """The format's own library reads what is written; of safetensors it also writes what is read."""
     extents, dtypes, path, options = extents_of(case, world.world_size), DTYPES, folder / "x.h5", {"writer": writer}
     if writer == "safetensors":
@@ -40,7 +40,7 @@ def test_every_extent_dim_and_dtype(case, writer, world, findings, folder):
         shape = [2, 3, 4]
         shape[dim] = sum(extents)
         wholes = {str(dtype): whole_of(tuple(shape), dtype) for dtype in dtypes}
-        shards = {name: part(whole, dim, extents, world.rank) for name, whole in sorted(wholes.items())}
+        shards = {name: part(whole, dim, extents, rank) for name, whole in sorted(wholes.items())}
         staging.save(path, shards, dim, window=SMALL, **options)
         if options:
             theirs = {name: by_h5py(path, name, whole.dtype) for name, whole in wholes.items()}
@@ -49,7 +49,7 @@ def test_every_extent_dim_and_dtype(case, writer, world, findings, folder):
             for name, raw in _header(str(path))[0].items():
                 findings.check(raw.offset % wholes[name].itemsize == 0, f"{name} begins at {raw.offset}")
             world.comm.Barrier()
-            if world.rank == 0:
+            if rank == 0:
                 save_file(theirs, path)
             world.comm.Barrier()
         loaded = staging.load(path, dim=dim, counts=extents, window=SMALL)
@@ -61,10 +61,10 @@ def test_every_extent_dim_and_dtype(case, writer, world, findings, folder):
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_names_scalars_whole_tensors_and_attributes(writer, world, findings, folder):
+def test_names_scalars_whole_tensors_and_attributes(writer, rank, size, findings, folder):
     """Nested names, a dim for each, tensors that all ranks hold whole, and 0-d ones of both kinds; and many, which the
     ranks but the first name in another order."""
-    rank, size, path = world.rank, world.world_size, folder / "x.h5"
+    path = folder / "x.h5"
     bias, step = torch.arange(3.0), torch.tensor(7)
     tensors = {"m": {"l/weight": torch.full((2, rank), rank), "l/bias": bias, "step": step}, "loss": torch.tensor(rank)}
     dims = {"m/l/weight": 1, "m/l/bias": None, "m/step": None, "loss": 0}
@@ -100,9 +100,9 @@ def test_the_table_of_pieces(world, findings, folder, monkeypatch):
 
 
 @pytest.mark.parametrize("dim", [0, 1, None])
-def test_a_plan_of_a_save(dim, world, findings, folder):
+def test_a_plan_of_a_save(dim, world, size, findings, folder):
     """Nothing is written until it is called, with any values; what it says adds up."""
-    size, path, shared = world.world_size, folder / "x.h5", dim is None
+    path, shared = folder / "x.h5", dim is None
     x = torch.full((4, 6), 0 if shared else world.rank)
     plan = hd.plan(staging.save, path, x, dim)
     findings.check(not path.exists(), "written")
@@ -161,12 +161,11 @@ def _foreign(path, whole):
 
 
 @pytest.mark.parametrize("dim", [0, 1, None])
-def test_files_of_other_tools(dim, comm, world, findings, folder):
+def test_files_of_other_tools(dim, comm, world, rank, size, findings, folder):
     whole = np.arange(110, dtype="i4").reshape(11, 10)
-    if world.rank == 0:
+    if rank == 0:
         _foreign(folder / "x.h5", whole)
     world.comm.Barrier()
-    size = world.world_size
     wholes = {name: torch.from_numpy(whole.copy()) for name in _NAMES}
     wholes["fill"][:] = wholes["fill in part"][3:] = -7
     wholes |= {"12 bits": torch.tensor([-1, 2, -3], dtype=torch.int16), "bf16": torch.tensor([1.5, 2, -3])}
@@ -177,13 +176,13 @@ def test_files_of_other_tools(dim, comm, world, findings, folder):
         for name, expected in wholes.items():
             if dim is not None:
                 along = min(dim, expected.dim() - 1)
-                expected = part(expected, along, tuple(layout.block(expected.shape[along], size)), world.rank)
+                expected = part(expected, along, tuple(layout.block(expected.shape[along], size)), rank)
             findings.same(loaded[name], expected, f"{name} {window}")
 
 
-def test_random_draws(comm, world, findings, folder):
+def test_random_draws(comm, world, rank, size, findings, folder):
     """Shapes, dims, strides, windows, and what is loaded, drawn at random, the same on all ranks."""
-    draw, size, rank = random.Random(17), world.world_size, world.rank
+    draw = random.Random(17)
     for turn in range(10 if size > 3 else 40):
         shape = [draw.randrange(1, 9) for _ in range(draw.randrange(1, 5))]
         dim = draw.randrange(len(shape))
@@ -216,12 +215,12 @@ def test_random_draws(comm, world, findings, folder):
         world.comm.Barrier()
 
 
-def test_a_part_of_the_ranks(world, folder):
+def test_a_part_of_the_ranks(world, rank, folder):
     """A communicator of every second rank saves and loads while the others do so in a file of their own."""
-    half = world.comm.Split(world.rank % 2, -world.rank)
+    half = world.comm.Split(rank % 2, -rank)
     path = folder / f"x{world.rank % 2}.h5"
-    staging.save(path, torch.full((half.rank + 1,), world.rank), group=half)
-    expected = torch.cat([torch.full((r + 1,), s) for r, s in enumerate(half.allgather(world.rank))])
+    staging.save(path, torch.full((half.rank + 1,), rank), group=half)
+    expected = torch.cat([torch.full((r + 1,), s) for r, s in enumerate(half.allgather(rank))])
     same(world, staging.load(path, dim=None, group=half), expected)
     half.Free()
 

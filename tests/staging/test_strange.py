@@ -100,16 +100,16 @@ SHAPES = {
 }
 
 
-def test_sizes_and_values_that_nothing_can_have(world, folder):
-    make, last = partial(staging.open, folder / "x.h5", "w"), world.world_size - 1
+def test_sizes_and_values_that_nothing_can_have(world, rank, size, folder):
+    make, last = partial(staging.open, folder / "x.h5", "w"), size - 1
     for name, (shape, text) in SHAPES.items():
         for alone in (False, True):
-            given = (4,) if alone and world.rank != last else shape
+            given = (4,) if alone and rank != last else shape
             differ = alone and last and name == "more than the disk"
             refused(world, "tensors is {'x': ((" if differ else text, make, {"x": (given, torch.int64)}, what=name)
     holds(world, folder)
     with make({"x": ((1,) * 32, torch.int64)}, window=2**80) as file:
-        if world.rank == 0:
+        if rank == 0:
             file.write("x", torch.ones((1,) * 32, dtype=torch.int64), (0,) * 32)
     one = torch.empty(1, dtype=torch.int8)
     saves = [
@@ -126,7 +126,7 @@ def test_sizes_and_values_that_nothing_can_have(world, folder):
     errors.append(refused(world, "is not in shape", staging.load, folder / "x.h5", box=((2**70, 0), (1, 1))))
     with staging.open(folder / "x.h5") as file, pytest.raises(ValueError, match="is not in shape"):
         file.read("x", (2**70, 0), (1, 1))
-    errors.append(refused(world, "counts", staging.load, folder / "x.h5", counts=[2**70] * world.world_size))
-    assert_on_all_ranks(world.comm, all(len(str(e).splitlines()) <= 1 + world.world_size for e in errors), errors)
+    errors.append(refused(world, "counts", staging.load, folder / "x.h5", counts=[2**70] * size))
+    assert_on_all_ranks(world.comm, all(len(str(e).splitlines()) <= 1 + size for e in errors), errors)
     holds(world, folder, "x.h5")
     staging.load(folder / "x.h5", window=2**80)

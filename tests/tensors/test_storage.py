@@ -8,8 +8,6 @@ from cases import DTYPES, EXTENTS, STRIDES, extents_of, part, same_bits, starts,
 from hpcdist.tensors.blocks import blocks
 from hpcdist.tensors.storage import Scratch, as_bytes, overlap, resolved, row_major
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
-
 SHAPES = [(4,), (4, 3), (2, 4, 3), (2, 3, 4, 2), (1, 4), (0, 4), (4, 0), (4, 1, 1)]
 CPU = torch.device("cpu")
 

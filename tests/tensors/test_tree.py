@@ -21,8 +21,6 @@ from hpcdist.tensors import message, storage, tree
 from hpcdist.tensors.message import Contents, Header
 from hpcdist.tensors.storage import copyable
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
-
 
 class Point(NamedTuple):
     x: Any

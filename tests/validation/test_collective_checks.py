@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cases import whole_of
-from collective import assert_on_all_ranks, refused
+from collective import assert_on_all_ranks, refused, several_ranks
 
 import hpcdist as hd
 from hpcdist.control import objects
@@ -167,9 +167,8 @@ LOCAL = list(_mistakes())
 
 
 @pytest.mark.parametrize("mistake", LOCAL, ids=lambda mistake: f"{mistake.verb}: {mistake.told[:40]}")
-def test_a_mistake_of_one_rank_and_of_all(world, mistake):
+def test_a_mistake_of_one_rank_and_of_all(world, size, mistake):
     """Named are exactly the ranks at fault, with what was expected there and what came."""
-    size = world.world_size
     for root in {0, 0 if mistake.verb == "concat" else size - 1}:
         for guilty in [{rank} for rank in range(size)] + [set(range(size))]:
             at_fault = world.rank in guilty and mistake.where(world, root)
@@ -211,15 +210,14 @@ DIFFERENCES = [
 ]
 
 
-@pytest.mark.mpi(min_size=2)
+@several_ranks
 @pytest.mark.parametrize(
     ("verb", "name", "values", "what", "texts"),
     DIFFERENCES,
     ids=[f"{row[0]}: {row[3]}{row[4][1]}" for row in DIFFERENCES],
 )
-def test_ranks_that_differ(world, verb, name, values, what, texts):
+def test_ranks_that_differ(world, size, verb, name, values, what, texts):
     """Named are those that differ from most; of two equal parties, the one without the lowest rank."""
-    size = world.world_size
     for odd in [{rank} for rank in range(size)] + [set(range(size // 2))]:
         variants = [int(rank in odd) for rank in range(size)]
         usual = max(variants, key=lambda v: (variants.count(v), v == variants[0]))
@@ -231,18 +229,17 @@ def test_ranks_that_differ(world, verb, name, values, what, texts):
         _others_work(world)
 
 
-@pytest.mark.mpi(min_size=2)
-def test_dims_that_are_the_same_in_other_words(world):
+@several_ranks
+def test_dims_that_are_the_same_in_other_words(world, rank):
     """-1 and 1 are one dim of a matrix; a rank may count from either end."""
-    x = torch.full((2, 1), world.rank)
-    result = hd.concat(x, 1 if world.rank % 2 else -1)
+    x = torch.full((2, 1), rank)
+    result = hd.concat(x, 1 if rank % 2 else -1)
     assert_on_all_ranks(world.comm, result.tolist() == [list(range(world.world_size))] * 2, result)
 
 
-@pytest.mark.mpi(min_size=2)
-def test_roots_of_split_that_differ(world):
+@several_ranks
+def test_roots_of_split_that_differ(world, size):
     """Two ranks bring a tensor, or none does."""
-    size = world.world_size
     for believed in ([0] * (size - 1) + [size - 1], [(rank + 1) % size for rank in range(size)]):
         mine = believed[world.rank]
         x = torch.zeros(size, 3) if mine == world.rank else None
@@ -252,7 +249,7 @@ def test_roots_of_split_that_differ(world):
         _others_work(world)
 
 
-@pytest.mark.mpi(min_size=2)
+@several_ranks
 @pytest.mark.parametrize(
     ("out", "told"),
     [
@@ -262,9 +259,8 @@ def test_roots_of_split_that_differ(world):
     ],
     ids=["dtype", "other extents", "number of dims"],
 )
-def test_an_out_of_split_that_does_not_fit_what_the_root_sends(world, out, told):
+def test_an_out_of_split_that_does_not_fit_what_the_root_sends(world, size, out, told):
     """Named is who brings it, not the root: also where the root has a higher rank, or the outs are the majority."""
-    size = world.world_size
     for root in {0, size - 1}:
         others = [rank for rank in range(size) if rank != root]
         for guilty in [{rank} for rank in others] + [set(others)]:
@@ -273,10 +269,9 @@ def test_an_out_of_split_that_does_not_fit_what_the_root_sends(world, out, told)
             _others_work(world)
 
 
-@pytest.mark.mpi(min_size=2)
-def test_counts_that_differ(world):
+@several_ranks
+def test_counts_that_differ(world, size):
     """A rank besides the root need not pass counts; if it does, they are the root's."""
-    size = world.world_size
     x = torch.zeros(ROWS * size, 3) if world.rank == 0 else None
     for theirs in ([ROWS - 1] * size, [ROWS], "chunk"):
         for rank in range(1, size):
@@ -285,17 +280,16 @@ def test_counts_that_differ(world):
     _others_work(world)
 
 
-def test_counts_written_in_other_ways(world):
+def test_counts_written_in_other_ways(world, rank, size):
     """Integers of any kind are the same counts, in the next call too, and the rule may be named or left out."""
-    size = world.world_size
-    x = torch.arange(size) if world.rank == 0 else None
+    x = torch.arange(size) if rank == 0 else None
     for way in ([True] * size, np.ones(size, dtype=np.int8), torch.ones(size, dtype=torch.int64), (1,) * size, None):
-        mine = hd.split(x, counts=way if world.rank == 0 else "block" if way is None else [1] * size)
-        assert_on_all_ranks(world.comm, mine.tolist() == [world.rank], f"{way!r}: {mine}")
+        mine = hd.split(x, counts=way if rank == 0 else "block" if way is None else [1] * size)
+        assert_on_all_ranks(world.comm, mine.tolist() == [rank], f"{way!r}: {mine}")
 
 
-@pytest.mark.mpi(min_size=2)
-def test_different_verbs(world):
+@several_ranks
+def test_different_verbs(world, size):
     """Each rank is told which verbs met; whoever calls another one than most is named."""
     x = torch.zeros(2)
     verbs = {
@@ -303,7 +297,6 @@ def test_different_verbs(world):
         "concat": lambda: hd.concat(x),
         "split": lambda: hd.split(x if world.rank == 0 else None),
     }
-    size = world.world_size
     for (one, other), odd in itertools.product(itertools.permutations(verbs, 2), range(size)):
         called = [other if rank == odd else one for rank in range(size)]
         usual = called[0] if size == 2 else one
@@ -313,31 +306,31 @@ def test_different_verbs(world):
     _others_work(world)
 
 
-@pytest.mark.mpi(min_size=2)
-def test_a_mistake_and_a_difference_at_once(world):
+@several_ranks
+def test_a_mistake_and_a_difference_at_once(world, size):
     """Each rank is told its own."""
     x = {0: [print], 1: torch.zeros(2, dtype=torch.float64)}.get(world.rank, torch.zeros(2))
-    expected = [0] if world.world_size == 2 else [0, 1] if world.world_size > 3 else [0, 2]
+    expected = [0] if size == 2 else [0, 1] if size > 3 else [0, 2]
     refused(world, "rank 0: x[0] is a builtins.builtin_function", hd.concat, x, ranks=expected)
     _others_work(world)
 
 
-def test_an_error_in_a_group_is_the_groups(world):
+def test_an_error_in_a_group_is_the_groups(world, rank):
     """Ranks are counted as in the group, and the other groups never hear of it."""
-    comm = world.comm.Split(world.rank % 2, -world.rank)
-    x = print if world.rank % 2 == 0 and comm.rank == 0 else torch.zeros(1)
+    comm = world.comm.Split(rank % 2, -rank)
+    x = print if rank % 2 == 0 and comm.rank == 0 else torch.zeros(1)
     caught = None
     try:
         hd.concat(x, group=comm)
     except hd.RankError as error:
         caught = list(error.problems)
-    expected = [0] if world.rank % 2 == 0 else None
+    expected = [0] if rank % 2 == 0 else None
     assert_on_all_ranks(world.comm, caught == expected, f"problems of {caught}, expected {expected}")
     _others_work(world)
     comm.Free()
 
 
-def test_without_a_world(world, monkeypatch):
+def test_without_a_world(monkeypatch):
     from hpcdist.runtime import world as worlds
 
     monkeypatch.setattr(worlds, "_world", None)

@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from training import check_close, check_same_on_all_ranks, data_of, mlp, mse, shard_of, train
@@ -28,11 +27,11 @@ def _gradients(model):
 
 @pytest.mark.parametrize("view", [False, True], ids=["copied", "views"])
 @pytest.mark.parametrize("mib", [SMALL / 8, 25], ids=["several buckets", "one bucket"])
-def test_training_equals_that_of_one_process(world, findings, mib, view):
+def test_training_equals_that_of_one_process(world, rank, findings, mib, view):
     """Though every rank begins with weights and buffers of its own: rank 0's count."""
     data, own = data_of(world)
-    model = mlp(seed=world.rank)
-    model.register_buffer("seen", torch.tensor([world.rank, 7]))
+    model = mlp(seed=rank)
+    model.register_buffer("seen", torch.tensor([rank, 7]))
     ddp = DistributedDataParallel(model, bucket_cap_mb=mib, gradient_as_bucket_view=view)
     findings.same(model.seen, torch.tensor([0, 7]), "a buffer")
     train(ddp, torch.optim.Adam(ddp.parameters(), 0.01), own)
@@ -53,10 +52,9 @@ class _Branches(nn.Module):
         return self.branches[branch](torch.tanh(self.trunk(x)))
 
 
-def test_unused_parameters(world, findings):
+def test_unused_parameters(world, size, findings):
     """The gradient is the mean over all ranks, a parameter that a rank does not use counting as zero; one that no rank
     uses has none."""
-    size = world.world_size
     expected = []
     for rank in range(size):
         alone = _Branches(size)
@@ -71,9 +69,8 @@ def test_unused_parameters(world, findings):
     findings.check(ddp.module.branches[size].weight.grad is None, "a gradient of what nobody uses")
 
 
-def test_sparse_gradients(world, findings):
+def test_sparse_gradients(world, size, findings):
     """Of an embedding: each rank has rows of its own, and some that others have, too."""
-    size = world.world_size
 
     def table():
         torch.manual_seed(0)
@@ -102,27 +99,6 @@ def test_a_hook_that_calls_in_its_callbacks(world, findings):
         found[kind] = [p.detach() for p in ddp.parameters()]
     check_close(findings, found["default"], found["gloo"], "parameters", 1e-9)
     check_same_on_all_ranks(findings, world.comm, found["default"], "parameters")
-
-
-def _uneven(world, rank):
-    """Rank r has r + 1 batches."""
-    return [shard_of(batch, rank, world.world_size) for batch in data_of(world, world.world_size)[0][: rank + 1]]
-
-
-def test_join_with_uneven_inputs(world, findings):
-    """A rank without further batches counts as a gradient of zeros, and all end with the same model."""
-    size = world.world_size
-    alone = mlp()
-    optimizer = torch.optim.SGD(alone.parameters(), 0.1)
-    for turn in range(size):
-        optimizer.zero_grad()
-        active = [data[turn] for rank in range(size) if turn < len(data := _uneven(world, rank))]
-        sum(mse(alone, batch) / size for batch in active).backward()
-        optimizer.step()
-    ddp = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL / 8)
-    with Join([ddp]):
-        train(ddp, torch.optim.SGD(ddp.parameters(), 0.1), _uneven(world, world.rank))
-    check_close(findings, ddp.parameters(), alone.parameters(), "parameters")
 
 
 def test_zero_redundancy_optimizer(world, findings):

@@ -73,14 +73,14 @@ def test_training_goes_on_with_fewer_ranks(world, findings, folder):
     findings.checked += 1
 
 
-def test_a_whole_state_dict_from_and_to_rank_0(world, findings):
+def test_a_whole_state_dict_from_and_to_rank_0(world, rank, findings):
     """full_state_dict gathers to rank 0; broadcast_from_rank0 distributes what it alone has read."""
     model, alone = mlp(seed=4), mlp(seed=4)
     fully_shard(model, mesh=_Part(world, range(world.world_size)).mesh)
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    findings.check(bool(whole) == (world.rank == 0), f"rank {world.rank} has {list(whole)}")
-    if world.rank == 0:
+    findings.check(bool(whole) == (rank == 0), f"rank {world.rank} has {list(whole)}")
+    if rank == 0:
         check_close(findings, whole.values(), alone.state_dict().values(), "gathered", 0)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, mlp(seed=5).state_dict() if world.rank == 0 else {}, options=options)
+    set_model_state_dict(model, mlp(seed=5).state_dict() if rank == 0 else {}, options=options)
     check_close(findings, [p.full_tensor() for p in model.parameters()], mlp(seed=5).parameters(), "distributed", 0)

@@ -63,14 +63,14 @@ def test_every_placement_into_every_other(world, findings, shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_rank_0_distributes(world, findings, shape):
+def test_rank_0_distributes(world, rank, findings, shape):
     """What the other ranks hold does not count; src_data_rank=None sends nothing."""
     mesh = _mesh(world)
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
     for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
-        mine = whole if world.rank == 0 else torch.full_like(whole, -1)
+        mine = whole if rank == 0 else torch.full_like(whole, -1)
         got = distribute_tensor(mine, mesh, [placement])
-        expected = _local(whole, placement, world.rank, world.world_size)
+        expected = _local(whole, placement, rank, world.world_size)
         check_close(findings, [got.to_local()], [expected], str(placement))
         got = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
         check_close(findings, [got.to_local()], [expected], f"{placement}, each its own")

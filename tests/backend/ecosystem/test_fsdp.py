@@ -24,13 +24,13 @@ def _whole(tensors):
 
 
 @pytest.mark.parametrize("how", ["plain", "hybrid", "ahead"])
-def test_training_equals_that_of_one_process(world, findings, how):
+def test_training_equals_that_of_one_process(world, rank, size, findings, how):
     """Layers of 7 and 3 rows: shards are uneven, and with more than 3 ranks some are empty.
 
     Hybrid: sharded within one dimension, replicated over the other; 2 x n/2 where that is whole. Ahead:
     unshard(async_op=True) and prefetching; the gathers of several layers are under way at once.
     """
-    size, (data, own) = world.world_size, data_of(world)
+    (data, own) = data_of(world)
     rows = 2 if size % 2 == 0 else size
     alone, model = mlp(), mlp()
     layers = [layer for layer in model if isinstance(layer, nn.Linear)]
@@ -41,7 +41,7 @@ def test_training_equals_that_of_one_process(world, findings, how):
     for name, p in model.named_parameters() if how == "plain" else ():
         findings.check(isinstance(p, DTensor), f"{name} is not sharded")
         rows = torch.zeros(len(p)).chunk(size)
-        expected = len(rows[world.rank]) if world.rank < len(rows) else 0
+        expected = len(rows[rank]) if rank < len(rows) else 0
         findings.check(len(p.to_local()) == expected, f"{name}: {len(p.to_local())} rows, expected {expected}")
     if how == "ahead":
         layers[0].set_modules_to_forward_prefetch(layers[1:])
@@ -66,11 +66,11 @@ def _in_bf16(world, reduce_dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_mixed_precision(world, findings, dtype):
+def test_mixed_precision(world, size, findings, dtype):
     """Parameters travel and compute in bfloat16, gradients travel in `dtype`, the shards stay float32."""
     model = mlp(dtype=torch.float32)
     _sharded(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=dtype))
-    x, y = shard_of(batches(1, ROWS * world.world_size, torch.float32)[0], world.rank, world.world_size)
+    x, y = shard_of(batches(1, ROWS * size, torch.float32)[0], world.rank, size)
     mse(model, (x, y.bfloat16())).backward()
     got = _whole(p.grad for p in model.parameters())
     check_close(findings, got, _in_bf16(world, dtype), "gradients", 1e-6 if dtype == torch.float32 else 0.02)

@@ -80,9 +80,9 @@ def _listed(x):
 
 
 @pytest.mark.parametrize("members", ["all", "some"])
-def test_what_each_gives(world, findings, members):
+def test_what_each_gives(world, size, findings, members):
     """In the default group, and in one of some ranks, the last of which comes first."""
-    ranks = list(range(world.world_size)) if members == "all" else [world.world_size - 1, *range(world.world_size // 2)]
+    ranks = list(range(size)) if members == "all" else [size - 1, *range(size // 2)]
     ranks = list(dict.fromkeys(ranks))
     group = dist.group.WORLD if members == "all" else dist.new_group(ranks)
     if world.rank in ranks:
@@ -110,9 +110,9 @@ def test_compiled(world, findings):
     check_close(findings, [y + 0 for y in got], [y + 0 for y in step(x)], "compiled")
 
 
-def test_gradients(world, findings):
+def test_gradients(rank, size, findings):
     """The transpose of each call: the loss is the sum of all ranks' losses."""
-    size, rank, group = world.world_size, world.rank, dist.group.WORLD
+    group = dist.group.WORLD
     weights = [
         torch.arange(2.0 * size * size, dtype=torch.float64).view(size, 2 * size).cos() * (r + 1) for r in range(size)
     ]

@@ -62,10 +62,10 @@ def _check(findings, schedule, mine, got, stages):
     ("schedule", "each"),
     [(ScheduleGPipe, 1), (Schedule1F1B, 1), (ScheduleInterleaved1F1B, 2), (ScheduleInterleavedZeroBubble, 2)],
 )
-def test_stages_on_each_rank(findings, world, schedule, each):
+def test_stages_on_each_rank(findings, world, size, schedule, each):
     """Stage s is on rank s modulo the number of ranks: the last rank sends to the first."""
-    count = each * world.world_size
-    model, mine = _layers(count), range(world.rank, count, world.world_size)
+    count = each * size
+    model, mine = _layers(count), range(world.rank, count, size)
     stages = [PipelineStage(model[s], s, count, DEVICE) for s in mine]
     step = schedule(stages if each > 1 else stages[0], MICRO, loss_fn=functional.mse_loss)
     _check(findings, step, mine, model, count)

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
-    loss_parallel,
     parallelize_module,
 )
 from torch.nn import functional
@@ -82,9 +81,9 @@ def test_columns_then_rows(world, findings, even):
     _check(findings, model, alone, _input())
 
 
-def test_sequence_parallel(world, findings):
+def test_sequence_parallel(world, size, findings):
     """The norm computes its tokens alone; they are gathered for the columns, reduced and scattered after the rows."""
-    alone = nn.Sequential(_block(4 * world.world_size), _block(4 * world.world_size))
+    alone = nn.Sequential(_block(4 * size), _block(4 * size))
     model, mesh = deepcopy(alone), _mesh(world)
     styles = {
         "norm": SequenceParallel(),
@@ -94,19 +93,4 @@ def test_sequence_parallel(world, findings):
     inputs = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1))
     parallelize_module(model, mesh, {f"{i}.{name}": style for i in (0, 1) for name, style in styles.items()})
     parallelize_module(model, mesh, {"0": inputs})
-    _check(findings, model, alone, _input(2 * world.world_size))
-
-
-def test_the_loss_over_sharded_words(world, findings):
-    """Cross entropy of logits whose words are sharded: never gathered."""
-    mesh = _mesh(world)
-    logits = torch.randn(5, WORDS, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
-    target = torch.tensor([0, 10, 5, 2, 9])
-    one = logits.clone().requires_grad_()
-    expected = functional.cross_entropy(one, target)
-    expected.backward()
-    x = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
-    with loss_parallel():
-        loss = functional.cross_entropy(x, target)
-        loss.backward()
-    check_close(findings, [_full(loss), _full(x.grad)], [expected.detach(), one.grad], "loss and gradient")
+    _check(findings, model, alone, _input(2 * size))
