@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cases import same_bits, whole_of
-from collective import assert_on_all_ranks, refused, several_ranks
+from collective import assert_on_all_ranks, goes_on, refused, several_ranks
 
 import hpcdist as hd
 from hpcdist.collectives import structures
@@ -72,7 +72,7 @@ def test_more_than_a_host_can_have(world, rank):
         lambda: hd.split([huge] if rank == 0 else None),
     ):
         refused(world, "more than the memory of this host", step, ranks=[0])
-        assert hd.concat([1]) == [1] * world.world_size
+        goes_on(world)
 
 
 def test_pickles_if_all_allow_them(world, size):
@@ -112,7 +112,7 @@ def test_pickles_if_all_allow_them(world, size):
 def test_structures_that_differ(findings, world, make, told):
     error = refused(world, "", hd.concat, make(world.rank))
     findings.check(0 not in error.problems and re.search(told, str(error)), f"expected {told!r} in {error}")
-    findings.check(hd.concat([1]) == [1] * world.world_size, "the next call")
+    goes_on(world)
 
 
 class Point(NamedTuple):
@@ -150,4 +150,4 @@ def test_a_class_that_one_rank_does_not_know(world, size, monkeypatch):
         monkeypatch.setattr(structures, "find_class", unknown)
     refused(world, "", hd.concat, [Point(1, 2)], ranks=[1])
     monkeypatch.undo()
-    assert hd.concat([1]) == [1] * size
+    goes_on(world)

@@ -12,6 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hpcdist as hd
 
+pytestmark = pytest.mark.mpi
+
 # --- what is written into a caller's tensor --------------------------------------------------------------------------
 
 
@@ -35,7 +37,6 @@ def _into(world, folder):
     }
 
 
-@pytest.mark.mpi
 def test_what_autograd_knows_of_out(findings, world, folder):
     """As after an in-place operation of torch's, though MPI, gloo or the reading of a file has written: a backward pass
     that needs the old values fails. One that requires a gradient is refused as torch.cat(out=) refuses it, and
@@ -82,7 +83,6 @@ def _host(*shape, start=0):
     return torch.arange(start, start + count, dtype=torch.float32, device="cpu").view(shape)
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("route", ["mpi", "gloo", "hdf5"])
 def test_verbs_do_not_depend_on_the_default_device_and_dtype(findings, rank, size, route):
     x, large, whole = _host(3, 2, start=6 * rank), _host(3, 70_000), _host(3 * size, 2)
@@ -141,7 +141,6 @@ class _Module(torch.nn.Module):
         return self.f(x)
 
 
-@pytest.mark.mpi
 @pytest.mark.filterwarnings("ignore")
 def test_what_cannot_be_traced_is_refused_on_all_ranks(findings, world, rank, size, folder):
     """Else the graph would return memory that nobody has written, or the values of the first run for ever."""
@@ -179,7 +178,6 @@ def test_what_cannot_be_traced_is_refused_on_all_ranks(findings, world, rank, si
         findings.same(hd.concat(x), torch.ones(4 * size, 2), "a mode that lets things happen")
 
 
-@pytest.mark.mpi
 def test_a_tangent_of_forward_mode_is_refused(world):
     """It would be lost. Where there is none, the mode does not matter."""
     with forward_ad.dual_level():
@@ -192,7 +190,6 @@ def test_a_tangent_of_forward_mode_is_refused(world):
         assert hd.concat(torch.ones(2)).numel() == 2 * world.world_size
 
 
-@pytest.mark.mpi
 @pytest.mark.filterwarnings("ignore")
 def test_a_batch_of_gradients_is_an_error(world, rank, size):
     """Of jacobian(vectorize=True), grad(is_grads_batched=True) and torch.vmap of grad; of one rank alone, on all."""
@@ -211,7 +208,6 @@ def test_a_batch_of_gradients_is_an_error(world, rank, size):
     assert_on_all_ranks(world.comm, one_by_one.sum().item() == 2 * x.numel() * size, one_by_one)
 
 
-@pytest.mark.mpi
 def test_a_gradient_of_a_gradient_is_an_error(world, size):
     """However it is asked for: torch would give zeros to some of these. One rank alone may ask for it."""
     x = torch.ones(2, requires_grad=True)
@@ -232,7 +228,6 @@ def test_a_gradient_of_a_gradient_is_an_error(world, size):
     assert_on_all_ranks(world.comm, gradient.tolist() == [size] * 2 and not gradient.requires_grad, "grad")
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e8m0fnu, torch.complex32], ids=str)
 def test_gradients_of_dtypes_that_torch_cannot_add(findings, world, dtype):
     wide = torch.complex64 if dtype.is_complex else torch.float32
@@ -255,7 +250,6 @@ def test_no_public_function_is_compiled():
     assert [f.__qualname__ for f in functions if not getattr(f, "_torchdynamo_disable", False)] == []
 
 
-@pytest.mark.mpi
 @pytest.mark.filterwarnings("ignore")
 def test_within_a_compiled_function(findings, rank, size, folder):
     """Each call breaks the graph, and runs as it is: nothing of hpcdist is compiled."""

@@ -59,6 +59,12 @@ def refused(world, text, call, *args, ranks=None, what="", **options):
     return error
 
 
+def goes_on(world):
+    """The call after a refused one is right."""
+    expected = torch.arange(world.world_size)
+    assert_on_all_ranks(world.comm, torch.equal(hd.concat(expected[world.rank]), expected), "the next call")
+
+
 class Findings:
     """What a loop of collectives finds wrong: told at its end, so that no rank leaves the loop before the others."""
 

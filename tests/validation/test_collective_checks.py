@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cases import whole_of
-from collective import assert_on_all_ranks, refused, several_ranks
+from collective import assert_on_all_ranks, goes_on, refused, several_ranks
 
 import hpcdist as hd
 from hpcdist.control import objects
@@ -52,12 +52,6 @@ def _right(world, verb, root):
 
 def _call(world, verb, root, changes):
     return getattr(hd, verb)(**(_right(world, verb, root) | changes))
-
-
-def _others_work(world):
-    """The call after a refused one."""
-    expected = torch.arange(world.world_size)
-    assert_on_all_ranks(world.comm, torch.equal(hd.concat(expected[world.rank]), expected), "the next call")
 
 
 def _everywhere(world, root):
@@ -180,7 +174,7 @@ def test_a_mistake_of_one_rank_and_of_all(world, size, mistake):
             if isinstance(changes.get("x"), dict):  # without counts there is no number of rows that is too small
                 changes["counts"] = [ROWS] * size
             _check(world, mistake.verb, named, mistake.told, _call, world, mistake.verb, root, changes)
-    _others_work(world)
+    goes_on(world)
 
 
 def _check(world, verb, named, told, call, *args):
@@ -226,7 +220,7 @@ def test_ranks_that_differ(world, size, verb, name, values, what, texts):
         where = [str(rank) for rank, variant in enumerate(variants) if variant == usual]
         expected = rf"{re.escape(what + texts[1 - usual])}, where ranks? {', '.join(where)} ha(s|ve) "
         _check(world, verb, named, expected + re.escape(texts[usual]), _call, world, verb, 0, changes)
-        _others_work(world)
+        goes_on(world)
 
 
 @several_ranks
@@ -246,7 +240,7 @@ def test_roots_of_split_that_differ(world, size):
         usual = Counter(believed).most_common(1)[0][0]
         named = [rank for rank, root in enumerate(believed) if root != usual]
         _check(world, "split", named, rf"root is \d, where ranks? [\d, ]+ ha(s|ve) {usual}", hd.split, x, 0, mine)
-        _others_work(world)
+        goes_on(world)
 
 
 @several_ranks
@@ -266,7 +260,7 @@ def test_an_out_of_split_that_does_not_fit_what_the_root_sends(world, size, out,
         for guilty in [{rank} for rank in others] + [set(others)]:
             changes = {"out": out} if world.rank in guilty else {}
             _check(world, "split", sorted(guilty), told, _call, world, "split", root, changes)
-            _others_work(world)
+            goes_on(world)
 
 
 @several_ranks
@@ -277,7 +271,7 @@ def test_counts_that_differ(world, size):
         for rank in range(1, size):
             counts = [ROWS] * size if world.rank == 0 else theirs if world.rank == rank else None
             _check(world, "split", [rank], r"counts is .*, where rank 0 has \(2, 2", hd.split, x, 0, 0, counts)
-    _others_work(world)
+    goes_on(world)
 
 
 def test_counts_written_in_other_ways(world, rank, size):
@@ -303,7 +297,7 @@ def test_different_verbs(world, size):
         named = [rank for rank, verb in enumerate(called) if verb != usual]
         told = rf"called {other if usual == one else one}\(\), where ranks? [\d, ]+ called {usual}\(\)"
         _check(world, called[0], named, told, verbs[called[world.rank]])
-    _others_work(world)
+    goes_on(world)
 
 
 @several_ranks
@@ -312,7 +306,7 @@ def test_a_mistake_and_a_difference_at_once(world, size):
     x = {0: [print], 1: torch.zeros(2, dtype=torch.float64)}.get(world.rank, torch.zeros(2))
     expected = [0] if size == 2 else [0, 1] if size > 3 else [0, 2]
     refused(world, "rank 0: x[0] is a builtins.builtin_function", hd.concat, x, ranks=expected)
-    _others_work(world)
+    goes_on(world)
 
 
 def test_an_error_in_a_group_is_the_groups(world, rank):
@@ -326,7 +320,7 @@ def test_an_error_in_a_group_is_the_groups(world, rank):
         caught = list(error.problems)
     expected = [0] if rank % 2 == 0 else None
     assert_on_all_ranks(world.comm, caught == expected, f"problems of {caught}, expected {expected}")
-    _others_work(world)
+    goes_on(world)
     comm.Free()
 
 
