@@ -284,6 +284,8 @@ def test_a_real_run(tmp_path, capsys):
     assert (err, status) == ("", 0)
     assert re.search(r"^The others wait most for rank 1: .* of it in concat at <string>:8 \(mpi\)$", out, re.M), out
     assert re.search(r"^concat at .* rank 1 in \d+% +3.9 KiB +2.000$", out, re.MULTILINE), out
+    sizes = re.findall(r"^(\d\S* K?i?B) +\d+$", out, re.MULTILINE)
+    assert sizes == ["0 B", "16 B", "32 B", "4.0 KiB", "8.0 KiB"], out
     assert "cannot be read" not in out
     found = events(tmp_path / "traces")
     for rank in range(3):
