@@ -31,7 +31,6 @@ from hpcdist.collectives.join import concat, gather
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, InputError, RankError, listed
-from hpcdist.formats import safetensors
 from hpcdist.formats.contents import Contents, Dataset, Format, Slices, Stored, identity
 from hpcdist.formats.known import FORMATS, describe
 from hpcdist.formats.paths import check_target, file_errors, shown
@@ -328,8 +327,6 @@ def copy(
     sizes = [box.size() * datasets[i].dtype.itemsize for i, _, box in pieces]
     bounds = summed(layout.balance(sizes, team.size))
     mine = pieces[bounds[team.rank] : bounds[team.rank + 1]]
-    if path.endswith(safetensors.SUFFIX):
-        options = replace(options, attrs={"format": "pt", **options.attrs})
     with meter(world, verb, sum(d.nbytes() for d in datasets) // team.size) as bar:
         options = replace(options, progress=bar.update)
         with FileWriter(team, verb, path, datasets, options) as file:

@@ -85,7 +85,7 @@ class _Safetensors(Format):
         """
         order = sorted(range(len(datasets)), key=lambda i: -datasets[i].dtype.itemsize)
         kinds = _names_of_dtypes(frozenset(dataset.dtype for dataset in datasets))
-        header: dict[str, Any] = {METADATA: dict(attrs)} if attrs else {}
+        header: dict[str, Any] = {METADATA: {"format": "pt", **attrs}}
         starts, end = {}, 0
         for i in order:
             d = datasets[i]

@@ -254,12 +254,12 @@ def _check(
         "path": target_path(path), "window": positive("window", window), "writer": _driver_of(writer),
         "resume": bool(resume), "max_shard_size": shard_size(max_shard_size, os.fsdecode(path)),
     }  # fmt: skip
-    own = dict(attrs.get("", {}))
     if same["path"].endswith(safetensors.SUFFIX):
         if writer == "mpio":
             raise ArgumentError("HD419", f"writer mpio writes HDF5: a {safetensors.SUFFIX} file needs auto or posix")
         check_safetensors({name: x.dtype for name, x in flat.items()}, attrs)
-        own, same["writer"] = {"format": "pt", **own}, "posix"
+        same["writer"] = "posix"
+    own = dict(attrs.get("", {}))
     options = SaveOptions(same["writer"], same["window"], same["resume"], own, same["max_shard_size"], progress)
     return SaveCall(flat, shards, same, attrs, options)
 
