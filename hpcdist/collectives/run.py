@@ -161,7 +161,7 @@ class Plannable(Operation):
             keep: whether plan() has sent nothing. A rank may have forgotten a call that others repeat, and plans alone.
         """
         self.sent, self.dest, self.agreed, self.parts = call.x, call.out, agreed, parts
-        self.sizes = [0 if box is None else parts.dtype.itemsize * box.size() for box in parts.dests]
+        self.sizes = [0 if box is None else parts.dtype.itemsize * prod(box.shape) for box in parts.dests]
         inline = agreed.inline and all(  # whether the data of all ranks arrived behind the headers
             box is None or nbytes == prefix + parts.dtype.itemsize * prod(box.shape)
             for nbytes, box in zip(agreed.inlines, parts.sources, strict=True)
