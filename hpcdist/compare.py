@@ -534,7 +534,7 @@ def parser() -> Parser:
     which = p.add_mutually_exclusive_group()
     which.add_argument(
         "--shapes", type=path, metavar="FILE",
-        help="text with one case per line: a verb, a dtype, and the shape of each rank's shard, the last one that of "
+        help="text with one case per line: a call, a dtype, and the shape of each rank's shard, the last one that of "
         "all further ranks: concat float32 1000x64 10x64",
     )  # fmt: skip
     which.add_argument(
