@@ -268,7 +268,7 @@ def where(records: Sequence[Record]) -> str:
         f"8 B, hpcdist takes {_added(records, 2)} longer on 2 ranks. On 4 ranks that share 2 cores, it takes "
         f"{_added(records, 4)} longer.\n"
         f"- **Never measured:** several nodes, InfiniBand, several GPUs, Lustre or another parallel file system, "
-        f"and calls of more than 8 ranks."
+        f"and calls on more than 8 ranks."
     )
 
 
