@@ -60,24 +60,24 @@ def status(pid: int) -> list[str]:
         return []
 
 
-def identity(fd: int) -> list[int]:
-    """Return the identity of an open file among all files of this node."""
+def address(fd: int) -> list[int]:
+    """Return how other processes of this node find an open file: process, descriptor, and the file's identity."""
     status = os.fstat(fd)
-    return [status.st_dev, status.st_ino]
+    return [os.getpid(), fd, status.st_dev, status.st_ino]
 
 
-def opened(pid: int, fd: int, expected: Sequence[int]) -> int:
+def opened(there: Sequence[int]) -> int:
     """Open a file that another process of this user has open, such as one without a name, to read and write.
 
     Args:
-        pid, fd: process and its descriptor.
-        expected: identity of the file there.
+        there: what :func:`address` has returned in that process.
 
     Raises:
         OSError: if the system does not let this process, or the file is another one.
     """
+    pid, fd, *identity = there
     found = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-    if identity(found) != list(expected):  # the processes have pids of their own, as in containers
+    if address(found)[2:] != identity:  # the processes have pids of their own, as in containers
         os.close(found)
         raise OSError(NOT_OPENED)
     return found

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hpcdist.activity.procstat import NOT_OPENED, identity, opened
+from hpcdist.activity.procstat import NOT_OPENED, address, opened
 from hpcdist.control import objects
 from hpcdist.process import machine
 from hpcdist.tensors import pool
@@ -240,27 +240,23 @@ class Windows:
 
     def _open_control(self) -> None:
         """Open the memory in which the ranks of a node record the windows that they hold. Collective: the team."""
-        nbytes, made = SLOTS * (8 + self._ranks), None
+        from mpi4py import MPI
+
+        nbytes, told = SLOTS * (8 + self._ranks), array("q", bytes(32))
         with suppress(OSError):
             if self._me == 0:
                 made = SharedBlock(nbytes)
                 made.allocate(0, nbytes)
+                self._control, told = made, array("q", address(made.fd))
+        self._topology.comm.Bcast([told, MPI.INT64_T])
         with suppress(OSError):
-            self._control = self._open(made, nbytes)
+            self._control = self._control or SharedBlock(nbytes, opened(told))
         if not objects.everywhere(self._comm, self._control is not None):
             self.problem = self.reason = NOT_OPENED
             return
         assert self._control is not None
         whole = self._control.memory()
         self._serials, self._in_use = whole[: 8 * SLOTS].cast("q"), whole[8 * SLOTS :]
-
-    def _open(self, made: SharedBlock | None, nbytes: int) -> SharedBlock:
-        """Open the block that the first rank has made, on the others. Collective over the node."""
-        from mpi4py import MPI
-
-        told = array("q", [os.getpid(), made.fd, *identity(made.fd)] if made is not None else bytes(32))
-        self._topology.comm.Bcast([told, MPI.INT64_T])
-        return made or _opened(told, nbytes)
 
     def _agree_on_slot(self, nbytes: int) -> int:
         """Let the first rank choose a window; return its number, after all ranks have mapped it. Collective: the node.
@@ -276,8 +272,7 @@ class Windows:
                 with self._lock:
                     number = self._choose(nbytes)
                 slot = self._slots[number]
-                told = array("q", [1, number, slot.serial, slot.block.nbytes, os.getpid(), slot.block.fd])
-                told.extend(identity(slot.block.fd))
+                told = array("q", [1, number, slot.serial, slot.block.nbytes, *address(slot.block.fd)])
             except OSError as error:
                 failed = error
         self._topology.comm.Bcast([told, MPI.INT64_T])
@@ -290,7 +285,7 @@ class Windows:
             for old in [n for n, slot in self._slots.items() if self._serials[n] != slot.serial]:
                 self._slots.pop(old).block.close()
         if number not in self._slots:
-            self._slots[number] = _Slot(serial, _opened(told[4:], capacity))
+            self._slots[number] = _Slot(serial, SharedBlock(capacity, opened(told[4:])))
         return number
 
     def _choose(self, nbytes: int) -> int:
@@ -348,12 +343,6 @@ def _capacity(nbytes: int) -> int:
     """Round a size up by less than 1/16, so that similar sizes use the same windows; whole pages."""
     step = max(mmap.PAGESIZE, 1 << max(0, nbytes.bit_length() - 5))
     return -(-max(1, nbytes) // step) * step
-
-
-def _opened(told: array[int], nbytes: int) -> SharedBlock:
-    """Open the block that another process of this node has made."""
-    pid, fd, *expected = told
-    return SharedBlock(nbytes, opened(pid, fd, expected))
 
 
 _existing: weakref.WeakSet[Windows] = weakref.WeakSet()

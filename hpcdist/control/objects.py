@@ -180,11 +180,11 @@ def node_file(comm: MPI.Comm) -> int | None:
 
     def make() -> list[int]:
         made.append(os.memfd_create("hpcdist", os.MFD_CLOEXEC))
-        return [os.getpid(), made[0], *procstat.identity(made[0])]
+        return procstat.address(made[0])
 
-    pid, fd, *expected = run_on_root(comm, "init", make)
+    there = run_on_root(comm, "init", make)
     with suppress(OSError):
-        made = made or [procstat.opened(pid, fd, expected)]
+        made = made or [procstat.opened(there)]
     if all(all_gather_object(comm, bool(made))):
         return made[0]
     for fd in made:

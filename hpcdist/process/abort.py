@@ -130,15 +130,15 @@ def _shared_memory() -> set[str]:
         return set()
 
 
-class _Together:
-    """A context in which the ranks of a call depend on each other: an exception there ends the job.
+class InTransfer:
+    """A context in which data move: an exception there cannot be agreed on, and ends the job.
 
     Alone (`size` 1), the exception goes to the caller; so does one of the class `agreed`, which all ranks raise alike.
     """
 
     __slots__ = ("size", "verb")
-    agreed: type[BaseException]
-    what: str  # what has happened to the call
+    agreed: type[BaseException] = RankError
+    what = "failed in the middle of a transfer"
 
     def __init__(self, verb: str, size: int) -> None:
         self.verb = verb
@@ -160,15 +160,7 @@ class _Together:
             fail(error, f"{verb}() {cls.what}")
 
 
-class InTransfer(_Together):
-    """A context in which data move: an exception there cannot be agreed on; only a RankError has been already."""
-
-    __slots__ = ()
-    agreed = RankError
-    what = "failed in the middle of a transfer"
-
-
-class InStep(_Together):
+class InStep(InTransfer):
     """A context in which a rank agrees with others and moves data with them: an exception from elsewhere, such as a
     signal's handler, leaves this rank out of step with the others."""
 

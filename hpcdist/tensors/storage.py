@@ -59,14 +59,9 @@ def problem(x: Tensor) -> str | None:
         return f"is on device {x.device}; expected cpu or {accelerator.KIND}"
     if x.numel() and not x.data_ptr():
         return "has no memory of its own"
-    if x.numel() and not _fits(x):
+    if x.numel() and _reach(x) > x.untyped_storage().nbytes():  # one that is resized takes it from its tensors
         return f"needs {_reach(x):,} bytes of its storage, which has been resized to {x.untyped_storage().nbytes():,}"
     return None
-
-
-def _fits(x: Tensor) -> bool:
-    """Whether the storage has the memory that `x` refers to: one that is resized takes it from its tensors."""
-    return bool(_reach(x) <= x.untyped_storage().nbytes())
 
 
 def _reach(x: Tensor) -> int:

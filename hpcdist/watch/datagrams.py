@@ -15,7 +15,7 @@ from hashlib import blake2b
 from hmac import compare_digest
 from typing import Any
 
-from hpcdist.activity.procstat import identity, opened
+from hpcdist.activity import procstat
 from hpcdist.control import codec
 
 KEY = 32  # bytes
@@ -50,7 +50,7 @@ class Datagrams:
         self._pipe: list[int] = []
         if address is None:
             self._pipe += os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-            self.address = [os.getpid(), self._pipe[1], *identity(self._pipe[1])]
+            self.address = procstat.address(self._pipe[1])
         else:
             self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
             self._socket.bind((address, 0))
@@ -83,8 +83,7 @@ class Datagrams:
             if self._socket is not None:
                 self._socket.sendto(part, tuple(address))
                 return
-            pid, writer, *expected = address
-            fd = opened(pid, writer, expected)  # for reading, too: without readers, writing may end this process
+            fd = procstat.opened(address)  # for reading, too: without readers, writing may end this process
             try:
                 os.write(fd, part)
             finally:

@@ -157,7 +157,7 @@ def test_few_windows_that_nobody_holds_are_kept(world, group, findings):
 def test_processes_that_cannot_open_each_others_memory_have_their_own(world, group, findings):
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr(procstat, "identity", lambda fd: [0, 0])
+            patch.setattr(procstat, "address", lambda fd: [0, 0, 0, 0])
         for _ in range(2):
             _concat(world, group, findings, "cannot open each other's memory")
 
