@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
@@ -118,29 +119,47 @@ class Mpi(Route):
 def _pass_around(team: Team, segment: int, send: Tensor, blocks: Sequence[Tensor]) -> None:
     """Send pieces around a ring, each as soon as it is there: a skewed call takes the time of its total.
 
-    The ring passes through the ranks of a node one after the other, so that a byte comes to a node once, or twice.
+    The ring passes through the ranks of a node one after the other. What a rank has for those before it on its node
+    goes back to them, so that a node receives each byte of the others once, and none of its own.
 
     Träff and others, "A Pipelined Algorithm for Large, Irregular All-gather Problems" (2010).
     """
-    rank, size, comm = team.rank, team.size, team.comm
+    rank, size, comm, nodes = team.rank, team.size, team.comm, team.node_of
     if send.data_ptr() != blocks[rank].data_ptr():
         blocks[rank].copy_(send)
     limit = min(segment or limits.PIECE, limits.PIECE)
+    ring = sorted(range(size), key=nodes.__getitem__)
+    place = dict(zip(ring, range(size), strict=True))
+    at, sent = place[rank], []
+    left, right = ring[at - 1], ring[(at + 1) % size]
 
     def pieces_of(owner: int) -> list[list[Any]]:
         return pieces(memory(blocks[owner]), limit) if blocks[owner].numel() else []
 
-    ring = sorted(range(size), key=team.node_of.__getitem__)
-    at = ring.index(rank) + 1
-    ring = ring[at:] + ring[:at]  # ends with this rank
-    left, right = ring[-2:][0], ring[0]
-    arriving = [(owner, piece) for owner in ring[-2::-1] for piece in pieces_of(owner)]
-    requests = [comm.Irecv(piece, left) for _, piece in arriving]
-    sent = [comm.Isend(piece, right) for piece in pieces_of(rank) if right != rank]
-    for request, (owner, piece) in zip(requests, arriving, strict=True):
-        request.Wait()
-        if owner != right:
+    def goes_back(owner: int, dest: int) -> bool:
+        """Whether the data of a rank reach `dest` from its right: from a later one of its node."""
+        return nodes[owner] == nodes[dest] and place[owner] > place[dest]
+
+    def pass_on(owner: int, piece: list[Any]) -> None:
+        if goes_back(owner, left):
+            sent.append(comm.Isend(piece, left))
+        if owner != right and not goes_back(owner, right) and not goes_back(owner, rank):
             sent.append(comm.Isend(piece, right))
+
+    # In the order of steps: a piece takes its last step after all those that take fewer, so no rank waits in a circle.
+    arriving = []
+    for owner in ring[at:] + ring[:at]:
+        back = goes_back(owner, rank)
+        steps = place[owner] - at if back else (at - place[owner]) % size
+        for i, piece in enumerate(pieces_of(owner) if steps else ()):
+            arriving.append((steps, i, owner, right if back else left, piece))
+    arriving.sort(key=itemgetter(0, 1))
+    requests = [comm.Irecv(piece, source) for *_, source, piece in arriving]
+    for piece in pieces_of(rank):
+        pass_on(rank, piece)
+    for request, (_, _, owner, _, piece) in zip(requests, arriving, strict=True):
+        request.Wait()
+        pass_on(owner, piece)
     for request in sent:
         request.Wait()
 
