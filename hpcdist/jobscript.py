@@ -131,8 +131,10 @@ class Shape:
     array: str | None = _option(None, "for kind array: 0-3, 1,5,7 or 0-99%%10 (default 0-3; LSF 1-4)")
     warning: int | None = _option(None, "for kind requeue: seconds before the limit (default 120)")
     launcher: str | None = _option(
-        None, "launcher of the ranks (default the scheduler's first)", choices=LAUNCHERS
-    )  # under Slurm HPCDIST_LAUNCHER overrides it when the job is submitted
+        None,
+        "launcher of the ranks (default the scheduler's first; under Slurm HPCDIST_LAUNCHER overrides it)",
+        choices=LAUNCHERS,
+    )
     mpi: str = _option("auto", "PMI of srun: pmix, pmi2, ..., or default for the cluster's (default auto)")
     bind: str | None = _option(
         None,

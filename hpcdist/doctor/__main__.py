@@ -41,9 +41,9 @@ _PDEATHSIG = 1  # linux/prctl.h: set the signal that a process gets when its par
 _KILL_SECONDS = 2  # a process that waits for a dead file system cannot be killed
 _REASONS = ("hpcdist.init()", "ulimit -n", "TMPDIR", "/dev/shm")  # why the examination may end
 _ABOUT = """
-Examine the job or process in which this command runs: launcher, MPI, cores, GPUs, network, shared memory, HDF5, staging
-folder, and each route. A finding is ok, a warning (slow or limited) or broken (it fails or hangs). Warnings and broken
-findings name a fix. docs/fail/doctor.md explains each finding. The exit status is 1 if something is broken, else 0.
+Examine the job or process in which this command runs: launcher, MPI, cores, GPUs, network, shared memory, HDF5, the
+folder of route hdf5, and each route. A finding is ok, a warning (slow or limited) or broken (it fails or hangs).
+Warnings and broken findings name a fix. docs/fail/doctor.md explains each finding. The exit status is 1 if something is broken, else 0.
 """
 
 

@@ -35,11 +35,13 @@ def parser() -> Parser:
         prints=lambda: launcher.number(os.environ) == 0,
     )
     p.add_argument("source", nargs="?", type=path, help="venv, conda environment, other folder, or file")
-    p.add_argument("--to", type=path, default="/tmp", metavar="DIR", help="folder on each node's own disk (/tmp)")
+    p.add_argument(
+        "--to", type=path, default="/tmp", metavar="DIR", help="folder on each node's own disk (default /tmp)"
+    )
     p.add_argument("--with", dest="also", type=path, action="append", default=[], metavar="DIR", help="also copy "
                    "another folder, such as that of an editable install; may be repeated")  # fmt: skip
-    p.add_argument("--job", metavar="NAME", help="name of this job; jobs with the same name share a copy (its number "
-                   "in the batch system)")  # fmt: skip
+    p.add_argument("--job", metavar="NAME", help="name of this job; jobs with the same name share a copy (default "
+                   "its number in the batch system)")  # fmt: skip
     p.add_argument("--cleanup", type=path, metavar="PATH", help="remove the copy with this printed path, on this "
                    "job's nodes")  # fmt: skip
     return p
