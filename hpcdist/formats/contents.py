@@ -46,19 +46,27 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Stored:
+class Described:
+    """A tensor without its data."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Stored(Described):
     """A tensor in a file, or in several.
 
     Attributes:
-        name, shape, dtype: of the tensor.
         raw: where its bytes lie, if they are one run of a file.
         parts: where they lie, if they are in parts. With neither, only its format's library can read it.
         pieces: the table of its pieces, if hpcdist wrote it: "offset", "shape", "xxh3_64" and "rank".
     """
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     raw: Raw | None = None
     parts: Parts | None = None
     pieces: Table | None = None
@@ -76,9 +84,6 @@ class Stored:
         """The boxes of its parts."""
         assert self.parts is not None
         return Listed(self.parts.offsets, self.parts.shapes, self.shape)
-
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -186,23 +191,16 @@ def _files_of(stored: Stored) -> Iterable[str]:
 
 
 @dataclass(frozen=True)
-class Dataset:
+class Dataset(Described):
     """A tensor to be written.
 
     Attributes:
-        name, shape, dtype: of the whole tensor.
         pieces: the boxes that are written, and checked, one at a time.
         attrs: HDF5 attributes.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     pieces: Listed = NO_PIECES
     attrs: Mapping[str, Any] = field(default_factory=dict)
-
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
