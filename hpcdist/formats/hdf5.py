@@ -231,13 +231,9 @@ def opened(path: str) -> Iterator[Any]:
 
 
 def _contents(path: str, file: Any, at: Identity) -> Contents:
-    import h5py
-    from h5py import h5g
-
     names, others = _dataset_names(path, file)
     tensors = [name for name in names if not name.startswith(f"{GROUP}/")]
-    group = h5py.Group(h5g.open(file.id, GROUP.encode())) if _is_hard(file, GROUP) else None
-    version = None if group is None else group.attrs.get("version")
+    version = file[GROUP].attrs.get("version") if _is_hard(file, GROUP) else None
     if version is None:  # of another tool
         found, external, left_out = _stored(path, file, tensors, {})
         return Contents(path, "HDF5 file", found, {path: at}, external, others | left_out)
@@ -441,12 +437,10 @@ def _fixed_length(value: Any) -> Any:
     which has no checksums."""
     import h5py
 
-    if not isinstance(value, str | bytes | list | tuple) and getattr(value, "dtype", None) != np.dtype(object):
-        return value
     held = np.array(value, object)
-    if not held.size or not all(isinstance(text, str | bytes) for text in held.flat):
-        return value
     encoded = [text.encode() if isinstance(text, str) else text for text in held.flat]
+    if not encoded or not all(isinstance(text, bytes) for text in encoded):
+        return value
     if any(b"\0" in text for text in encoded):
         raise refusal(ValueError, "HD418", "an attribute's text cannot hold NUL")
     encoding = "utf-8" if any(isinstance(text, str) for text in held.flat) else "ascii"

@@ -27,8 +27,8 @@ def format_of(path: str) -> Format:
 
 
 def describe(path: str, of: Format | None = None) -> Contents:
-    """List what a file or folder holds: see :meth:`Format.describe`. If it was replaced meanwhile, which of the two was
-    read is unknown: again, a few times.
+    """List what a file or folder holds: see :meth:`Format.describe`. If it was replaced meanwhile, an error may be that
+    of a half of each: again, a few times. (The identities in a description are those before it.)
 
     Args:
         of: its format; None for the one that format_of() finds, each time.
@@ -37,13 +37,10 @@ def describe(path: str, of: Format | None = None) -> Contents:
     while True:
         before = _status(path)
         try:
-            contents = (of or format_of(path)).describe(path)
+            return (of or format_of(path)).describe(path)
         except FileError:
             if not naps or _status(path) == before:
                 raise
-        else:
-            if not naps or _status(path) == before:
-                return contents
         time.sleep(naps.pop())
 
 

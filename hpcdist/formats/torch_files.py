@@ -44,8 +44,9 @@ _AGAIN = ": torch.save(torch.load(FILE), FILE) makes one that can be read"
 
 class _Pt(Format):
     def describe(self, path: str) -> Contents:
-        at, members = identity(path), _members_of(path)
-        held = None
+        at, held = identity(path), None
+        with open(path, "rb") as file:
+            members = _members(path, file)
         with suppress(FileError):  # damaged, or with a tensor that cannot be on "meta"
             held = _load(path, map_location="meta")
         found, others = _tensors(path, _mapped(path) if held is None else held)
@@ -91,12 +92,6 @@ def _load(path: str, file: IO[bytes] | None = None, **how: Any) -> Any:
 def _mapped(path: str) -> Any:
     """Return the contents of a file, whose data are mapped."""
     return _load(path, map_location="cpu", mmap=True)
-
-
-def _members_of(path: str) -> dict[int, int]:
-    """As _members(), of a file."""
-    with open(path, "rb") as file:
-        return _members(path, file)
 
 
 def _members(path: str, file: IO[bytes]) -> dict[int, int]:

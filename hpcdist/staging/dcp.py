@@ -190,7 +190,7 @@ class HDF5Reader(_OneFile, StorageReader):
             }
             try:
                 files.fd(self._path)
-                for item in sorted(tensors, key=lambda item: _place(readers[item.storage_index.fqn].stored)):
+                for item in sorted(tensors, key=lambda item: readers[item.storage_index.fqn].place):
                     target = planner.resolve_tensor(item).detach()
                     self._read(readers[item.storage_index.fqn], item, target)
                     planner.commit_tensor(item, target)
@@ -222,10 +222,6 @@ def _metadata(stored: Stored) -> TensorStorageMetadata:
     size = torch.Size(stored.shape)
     whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
     return TensorStorageMetadata(TensorProperties(dtype=stored.dtype), size, [whole])
-
-
-def _place(stored: Stored) -> int:
-    return 0 if stored.raw is None else stored.raw.offset
 
 
 class HDF5Writer(_OneFile, StorageWriter):

@@ -111,7 +111,8 @@ class TensorReader:
     _part: tuple[int, Raw | Tensor] | None = field(default=None, init=False)  # the last part of a tensor in parts
 
     def __post_init__(self) -> None:
-        self.path = self.files.contents.path if self.stored.raw is None else self.stored.raw.path
+        raw = self.stored.raw
+        self.path, self.place = (self.files.contents.path, 0) if raw is None else (raw.path, raw.offset)
 
     @property
     def fd(self) -> int:
