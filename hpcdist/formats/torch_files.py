@@ -19,7 +19,7 @@ import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from pickle import UnpicklingError
 from typing import IO, Any
 
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from hpcdist.errors import FileError
 from hpcdist.formats.contents import Contents, Format, Identity, Parts, Slices, Stored, identity
-from hpcdist.formats.paths import check_regular, file_errors, utf8_path
+from hpcdist.formats.paths import file_errors, utf8_path
 from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
 
@@ -195,8 +195,9 @@ class _Dcp(Format):
     def describe(self, path: str) -> Contents:
         from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-        held, tensors, values = _metadata(Path(path) / METADATA), {}, {}
-        files = {os.path.join(path, METADATA): identity(os.path.join(path, METADATA))}
+        index, tensors, values = os.path.join(path, METADATA), {}, {}
+        files = {index: identity(index)}  # before it is read
+        held = _metadata(index)
         for key, entry in held.state_dict_metadata.items():
             if isinstance(entry, BytesStorageMetadata):
                 values[key] = "a value"
@@ -211,12 +212,11 @@ class _Dcp(Format):
 DCP = _Dcp()
 
 
-def _metadata(path: Path) -> Any:
-    """The description of a folder; a FileError if it is missing or damaged."""
+def _metadata(path: str) -> Any:
+    """The description of a folder; a FileError if it is damaged."""
     from torch.distributed.checkpoint.metadata import Metadata
 
-    check_regular(str(path))
-    with file_errors(str(path)), path.open("rb") as file:
+    with file_errors(path), open(path, "rb") as file:
         held = _Unpickler(file).load()
     if not isinstance(held, Metadata):
         raise FileError("HD402", f"{path}: cannot be read: a pickle that torch.distributed.checkpoint did not write")
