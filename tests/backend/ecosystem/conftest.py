@@ -1,4 +1,4 @@
-"""Other people's code over the default process group: torch's own parallelism, and accelerate.
+"""Torch's own parallelism over the default process group.
 
 HPCDIST_TEST_BACKEND=gloo in the environment runs the same tests over gloo, which is the bar.
 """
