@@ -284,7 +284,7 @@ def job(comm: MPI.Intracomm | None, environ: Mapping[str, str]) -> MPI.Intracomm
         raise refusal(TypeError, "HD114", f"comm must be an mpi4py Intracomm that holds this rank, got {comm!r}")
     if comm is None:
         comm = MPI.COMM_WORLD
-        misfit = alone(environ, comm.size, _library(MPI.Get_library_version()))
+        misfit = alone(environ, comm.size, library())
         if misfit is not None:
             raise LaunchError("HD106", misfit)
     return comm
@@ -318,8 +318,11 @@ def _end() -> None:
 os.register_at_fork(after_in_child=lambda: atexit.unregister(_end))  # MPI is the parent's
 
 
-def _library(version: str) -> str:
-    return " ".join(version.split("\n")[0].strip("\0 ").split())
+def library() -> str:
+    """Return the name and version of the MPI library."""
+    from mpi4py import MPI
+
+    return " ".join(MPI.Get_library_version().split("\n")[0].strip("\0 ").split())
 
 
 _PATIENCE = 10.0  # seconds for a command of a scheduler, which may retry for minutes

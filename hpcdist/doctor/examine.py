@@ -337,7 +337,7 @@ def _start_mpi(facts: Facts) -> Steps[MPI.Intracomm | None]:
         last = str(error).strip().rpartition("\n")[2].strip()
         facts["mpi"] = {"error": f"mpi4py finds no MPI library ({reason(error)}: {last})"}
         return None
-    library = " ".join(MPI.Get_library_version().split("\n")[0].strip("\0 ").split())
+    library = launcher.library()
     facts["mpi"] = {"mpi4py": mpi4py.__version__, "library": library}
     yield "MPI_Init", TOGETHER
     if not MPI.Is_initialized():

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from concurrent import futures
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from mpi4py import MPI
@@ -33,14 +33,8 @@ _SPINS = 200  # polls before the first sleep
 _MAX_SLEEP = 2e-4  # seconds between two polls, when nothing has happened for a while
 
 
-class Waiting(Protocol):
-    """A condition that MPI must satisfy first."""
-
-    def ready(self) -> bool: ...
-
-    def wait(self) -> None: ...
-
-
+Waiting: TypeAlias = "Requests | RecvTurn"
+"""What MPI must do first."""
 Steps = Generator[Waiting, None, T]
 """A transfer: yields its waits, and returns its result."""
 

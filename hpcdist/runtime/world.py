@@ -378,7 +378,8 @@ def _make(asked: Asked, implicit: bool = False, program: bool = False) -> World:
                     ends.callback(recording.stop)
                     _start_trace(private, trace)
                 meeting = rendezvous.meet(private, nodes.count)
-                watch = Watch(private, nodes.local, meeting.own if meeting.file is None else None, limit)
+                address = meeting.own if meeting.file is None else None
+                watch = Watch(private, nodes.local, nodes.mine, address, limit)
         stop = Stop(watch, agreed["stop_on"], agreed["stop_before"])
         ends.callback(stop.close)
         ends.callback(watch.stop)

@@ -69,16 +69,16 @@ class Watch:
 
     Args:
         comm: all ranks.
-        local: the ranks of this node.
+        local, node: the ranks of this node, and its number.
         address: address of this host; None on one node whose processes can open each other's files.
         limit: deadline of a call.
     """
 
-    def __init__(self, comm: MPI.Intracomm, local: MPI.Comm, address: str | None, limit: timedelta) -> None:
+    def __init__(self, comm: MPI.Intracomm, local: MPI.Comm, node: int, address: str | None, limit: timedelta) -> None:
         self._limit = limit.total_seconds()
         self._grace = 0.0  # seconds after its deadline for a slow call that makes progress
         self._rank, self._size = comm.rank, comm.size
-        self._meet(comm, local, address)
+        self._meet(comm, local, node, address)
         self._next = self._next_process()
         self._asked_by: dict[int, tuple[str, float]] = {}  # reason and time of the last question of each rank
         self._answers: dict[int, Report] = {}
@@ -103,7 +103,7 @@ class Watch:
         self._thread = threading.Thread(target=self._work, name="hpcdist-watch", daemon=True)
         self._thread.start()
 
-    def _meet(self, comm: MPI.Intracomm, local: MPI.Comm, address: str | None) -> None:
+    def _meet(self, comm: MPI.Intracomm, local: MPI.Comm, node: int, address: str | None) -> None:
         """Make the node's record, and exchange addresses. Collective over `comm`."""
         file = objects.node_file(local)
         self._record = SharedRecord(1 if file is None else local.size, file)  # of its own, if the node cannot share it
@@ -111,10 +111,9 @@ class Watch:
         self._record.announce(self._slot, RUNNING)
         key = objects.broadcast_bytes(comm, os.urandom(KEY) if comm.rank == 0 else b"", 0)
         self._datagrams = Datagrams(key, address)
-        leader = int.from_bytes(objects.broadcast_bytes(local, comm.rank.to_bytes(8, "little"), 0), "little")
         me = {"address": self._datagrams.address, "host": socket.gethostname(), "pid": os.getpid()}
-        self._members = objects.all_gather_object(comm, {**me, "node": leader, "slot": self._slot})
-        slots = {member["slot"]: rank for rank, member in enumerate(self._members) if member["node"] == leader}
+        self._members = objects.all_gather_object(comm, {**me, "node": node, "slot": self._slot})
+        slots = {member["slot"]: rank for rank, member in enumerate(self._members) if member["node"] == node}
         # The rank of each slot of the record; this rank alone where the node's processes share none.
         self._local_ranks: dict[int, int] = slots if len(slots) == local.size else {self._slot: self._rank}
 
