@@ -188,7 +188,7 @@ def default(place: Place, size: int, operation: str) -> list[Rule]:
         elif size >= 8:
             found += [Rule(4 * 10**6, 0, "sends")]
         if place.nodes == 1 and size >= 4:
-            # 64 MiB on 4 ranks: 25 ms, sends 26 to 34; they break even at 16 MiB. Open MPI's own is as fast for even parts.
+            # 64 MiB on 4 ranks: 25 ms, sends 26 to 34; even at 16 MiB. Open MPI's own is as fast for even parts.
             found += [Rule(48 * 10**6, 0 if mpich or size >= 8 else 2.5, "window")]
     return found
 
