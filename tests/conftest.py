@@ -130,6 +130,12 @@ def size(world):
 
 
 @pytest.fixture
+def last(size):
+    """The last rank."""
+    return size - 1
+
+
+@pytest.fixture
 def findings(world):
     """What a test finds wrong, on all ranks: told at its end."""
     found = Findings(world.comm)

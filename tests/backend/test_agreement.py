@@ -65,8 +65,7 @@ def _refused(world, call):
 
 @several_ranks
 @pytest.mark.parametrize("verb", CALLS)
-def test_sizes_and_dtypes(verb, world):
-    last = world.world_size - 1
+def test_sizes_and_dtypes(verb, world, last):
     for n in SIZES:
         x = torch.ones(n)
         for odd in OTHERS.values():

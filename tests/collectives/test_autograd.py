@@ -173,10 +173,10 @@ def test_other_steps_than_the_backward_pass_of_one_rank_are_errors(world):
 
 @pytest.mark.parametrize("columns", [1, 100])
 @pytest.mark.parametrize("route", ["mpi", "gloo"])
-def test_no_grad_on_one_rank_only(findings, rank, size, route, columns):
+def test_no_grad_on_one_rank_only(findings, rank, size, last, route, columns):
     """That rank takes part in the backward pass; and where nobody goes back through such a result, the results are
     still counted alike on all ranks, so that the backward passes that follow find each other."""
-    last, layouts = size - 1, (hd.Split(0), hd.Replicate())
+    layouts = (hd.Split(0), hd.Replicate())
     x = torch.ones(2, columns, requires_grad=True)
     verbs = [
         lambda x: hd.redistribute(x, *layouts, route=route),

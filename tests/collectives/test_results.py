@@ -62,9 +62,8 @@ def less_than(nbytes):
 
 
 @pytest.mark.parametrize("verb", [*CALLS, "columns", "parts of structures"])
-def test_memory_that_one_rank_cannot_have(findings, world, size, verb, monkeypatch):
+def test_memory_that_one_rank_cannot_have(findings, world, last, size, verb, monkeypatch):
     monkeypatch.undo()  # the limits are as they are
-    last = size - 1
     calls = CALLS | {
         "columns": lambda x, rank, plan: hd.concat(x, dim=1),
         "gather": lambda x, rank, plan: hd.gather(x, root=last),

@@ -87,8 +87,7 @@ def test_counts_that_change_in_place(findings, rank, size):
             findings.check(torch.equal(mine, whole.split(rows)[rank]), f"{type(counts[0])}, {rows}: {mine}")
 
 
-def test_mistakes_between_repeated_calls(world, size):
-    last = size - 1
+def test_mistakes_between_repeated_calls(world, last, size):
     x = torch.arange(2) + 10 * world.rank
     expected = torch.cat([torch.arange(2) + 10 * rank for rank in range(size)])
     freed = torch.arange(2)
@@ -144,9 +143,9 @@ def test_the_headers_of_many_ranks_stay_small():
 
 
 @pytest.mark.parametrize("n", [3, 300])
-def test_repeated_calls_are_known(n, world, rank, size, monkeypatch):
+def test_repeated_calls_are_known(n, world, last, rank, size, monkeypatch):
     """Also with out and counts, and where it was another rank whose extent changed once."""
-    last, team = size - 1, world._context.team
+    team = world._context.team
     team.repeats.clear(), team.plans.clear()  # as when there are too many
     x, out, part = torch.arange(n), torch.empty(n * size, dtype=torch.int64), torch.empty(n)
 

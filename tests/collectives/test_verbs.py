@@ -44,9 +44,9 @@ def test_every_shape_dim_and_root(world, size, route, case):
     battery.findings.settle()
 
 
-def test_integers_of_other_libraries(findings, rank, size):
+def test_integers_of_other_libraries(findings, rank, size, last):
     """dim, root and counts; of tensors and structures."""
-    last, extents = size - 1, extents_of("ragged", size)
+    extents = extents_of("ragged", size)
     whole = whole_of((2, sum(extents)), torch.int32)
     x = part(whole, 1, extents, rank)
     for dim, root in ((np.int32(1), np.int64(last)), (Index(-1), Index(last))):

@@ -225,9 +225,8 @@ def _end(group):
 
 
 @pytest.mark.mpi(min_size=1)
-def test_torch_distributed_that_has_been_ended(world, size, findings, monkeypatch):
+def test_torch_distributed_that_has_been_ended(world, last, size, findings, monkeypatch):
     """On one rank only: routes that need it are refused on all, and the others go on."""
-    last = size - 1
     with monkeypatch.context() as patch:
         if world.rank == last:
             patch.setattr(dist, "is_initialized", lambda: False)

@@ -42,9 +42,8 @@ def _concat(world, group, findings, expected):
 
 
 @pytest.mark.mpi
-def test_without_room_results_are_private_and_say_why(world, group, findings):
+def test_without_room_results_are_private_and_say_why(world, last, group, findings):
     """On one rank, at the first use; then there is room again."""
-    last = world.world_size - 1
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == last:
             patch.setattr(machine, "available", lambda: 1000)

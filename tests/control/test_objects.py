@@ -39,12 +39,11 @@ def test_broadcast_bytes(world, rank):
             assert_on_all_ranks(world.comm, got == text(root, length), (root, length, len(got)))
 
 
-def test_what_cannot_be_encoded_on_one_rank(world):
+def test_what_cannot_be_encoded_on_one_rank(world, last):
     """Is the same error on all ranks, which do not wait for it."""
     deep = []
     for _ in range(100_000):
         deep = [deep]
-    last = world.world_size - 1
     for value, problem in ((deep, "RecursionError"), (object(), "UnsupportedError")):
         for rank, call in (
             (last, lambda given: objects.all_gather_object(world.comm, given, "verb")),

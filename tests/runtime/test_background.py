@@ -18,9 +18,8 @@ from hpcdist.runtime import background as handles
 
 
 @several_ranks
-def test_it_goes_on_while_this_rank_does_other_things(world, rank, size, findings):
+def test_it_goes_on_while_this_rank_does_other_things(world, last, rank, size, findings):
     """A late rank: the others have their hands free, done() says no, and wait() stops waiting when asked to."""
-    last = size - 1
     gate = threading.Event()
     if rank == last:
         world.comm.Barrier()

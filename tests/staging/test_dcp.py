@@ -247,8 +247,8 @@ def test_a_failure_on_one_rank(step, findings, world, path, mesh):
 
 @several_ranks
 @pytest.mark.parametrize("step", ["write_data", "finish", "name"])
-def test_what_a_failed_save_has_written_is_resumed(step, findings, world, rank, path, mesh, monkeypatch):
-    state, last = state_of(mesh, PLACEMENTS), world.world_size - 1
+def test_what_a_failed_save_has_written_is_resumed(step, findings, world, last, rank, path, mesh, monkeypatch):
+    state = state_of(mesh, PLACEMENTS)
     options = {"window": SMALL, "resume": True}
     storage, counts, write = HDF5Writer(path, **options), [0], PartFile.write
     with monkeypatch.context() as patch:

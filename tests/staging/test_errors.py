@@ -26,10 +26,6 @@ pytestmark = pytest.mark.mpi
 X = torch.arange(6).view(3, 2)
 
 
-def last(world):
-    return world.world_size - 1
-
-
 def save(folder, path="x.h5", tensors=X, **options):
     staging.save(folder / path, tensors, **options)
 
@@ -74,12 +70,12 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_a_mistake_is_the_same_error_everywhere(everywhere, world, rank, folder):
+def test_a_mistake_is_the_same_error_everywhere(everywhere, world, last, rank, folder):
     staging.save(folder / "old.h5", X.float() if rank == 0 else X[:0].float())
     for call, wrong, text in MISTAKES:
         right = {"box": ((0, 0), (3, 2))} if "box" in wrong else {}
-        given = wrong if everywhere or rank == last(world) else right
-        ranks = range(world.world_size) if everywhere else [last(world)]
+        given = wrong if everywhere or rank == last else right
+        ranks = range(world.world_size) if everywhere else [last]
         error = refused(world, text, call, folder, ranks=ranks, **given)
         assert_on_all_ranks(world.comm, all(text in problem for problem in error.problems.values()), error)
         holds(world, folder, "old.h5")
@@ -90,8 +86,8 @@ def test_a_mistake_is_the_same_error_everywhere(everywhere, world, rank, folder)
 
 
 @several_ranks
-def test_ranks_that_differ(world, rank, folder, monkeypatch):
-    odd = rank == last(world)
+def test_ranks_that_differ(world, last, rank, folder, monkeypatch):
+    odd = rank == last
     cases = {
         "tensor 'a' is None, where rank 0 has 'torch.int64 of shape (*, 2), dim 0'": {
             "tensors": {"b" if odd else "a": X}
@@ -112,12 +108,12 @@ def test_ranks_that_differ(world, rank, folder, monkeypatch):
     for text, given in cases.items():
         if not given:
             monkeypatch.setattr(drivers, "active", lambda: ("posix" if odd else "mpio", ""))
-        refused(world, text, save, folder, ranks=[last(world)], **given)
+        refused(world, text, save, folder, ranks=[last], **given)
         holds(world, folder)
     monkeypatch.undo()
     refused(world, "called ", lambda: save(folder) if rank else hd.concat(X))
     save(folder, "old.h5")
-    refused(world, "verify is True, where rank 0 has None", load, folder, ranks=[last(world)], verify=odd or None)
+    refused(world, "verify is True, where rank 0 has None", load, folder, ranks=[last], verify=odd or None)
 
 
 def damage(folder):
@@ -213,13 +209,13 @@ def test_a_step_that_fails(step, place, code, dim, world, size, folder, monkeypa
 
 @several_ranks
 @pytest.mark.parametrize("writer", WRITERS)
-def test_a_folder_that_is_not_shared(writer, world, folder, monkeypatch):
+def test_a_folder_that_is_not_shared(writer, world, last, folder, monkeypatch):
     """The last rank does not see the file that rank 0 has made."""
     exists = os.path.exists
     monkeypatch.setattr(paths, "PATIENCE", 0.2)
-    if world.rank == last(world):
+    if world.rank == last:
         monkeypatch.setattr(os.path, "exists", lambda path: exists(path) and not str(path).endswith(".part"))
-    refused(world, "the folder is not shared by all nodes", save, folder, ranks=[last(world)], writer=writer)
+    refused(world, "the folder is not shared by all nodes", save, folder, ranks=[last], writer=writer)
     holds(world, folder)
     monkeypatch.undo()
     save(folder, writer=writer)
@@ -250,9 +246,9 @@ def test_what_other_jobs_write_and_have_left(world, folder):
 
 @pytest.mark.parametrize(("name", "driver"), [*(("x.h5", name) for name in WRITERS), ("x.safetensors", "posix")])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_resume(dim, name, driver, world, rank, folder, monkeypatch):
+def test_resume(dim, name, driver, world, last, rank, folder, monkeypatch):
     """After a failure, only what is missing, or damaged since, is written; the data are the same bytes."""
-    x, is_last = torch.arange(60_000).view(2000, 30) + 1_000_000 * rank, rank == last(world)
+    x, is_last = torch.arange(60_000).view(2000, 30) + 1_000_000 * rank, rank == last
     options = {"dim": dim, "writer": driver}
     options["window"] = 40_000 if dim == 0 else 80_000 * world.world_size
     save(folder, f"whole{name}", x, **options)
@@ -289,7 +285,7 @@ def test_resume(dim, name, driver, world, rank, folder, monkeypatch):
         if is_last:
             unreadable = Mock(side_effect=OSError(errno.EIO, "unreadable"))
             patch.setattr(sys.modules["hpcdist.staging.writer"], "_holds", unreadable)
-        refused(world, "unreadable", resume, ranks=[last(world)])
+        refused(world, "unreadable", resume, ranks=[last])
     resume()
     twice = again & {*calls[:4]}
     assert_on_all_ranks(world.comm, twice == {0} & {*calls[:4]}, f"written twice: {twice}")
@@ -339,13 +335,13 @@ def test_what_another_save_has_left_is_not_mixed_in(dim, world, folder):
         world.comm.Barrier()
 
 
-def test_piecewise(world, rank, findings, folder):
+def test_piecewise(world, last, rank, findings, folder):
     """The last rank names the tensors in another order."""
     whole, path = torch.arange(12 * 5).view(12, 5).to(torch.bfloat16), folder / "x.h5"
     spec = {
         "x/a": ((12, 5), torch.bfloat16), "none": ((0, 2), torch.int8), "one": ((), torch.float64)
     }  # fmt: skip
-    if rank == last(world):
+    if rank == last:
         spec = dict(reversed(spec.items()))
     with staging.open(path, "w", spec, attrs={"x/a": {"unit": "m"}, "": {"n": 1}}, window=30) as file:
         for row in range(rank, 12, world.world_size):
@@ -377,11 +373,11 @@ def test_piecewise(world, rank, findings, folder):
     findings.same(staging.load(path, "x/a", dim=None, verify=True), whole, "as a whole, verified")
 
 
-def test_working_folder_that_is_gone(world, folder, monkeypatch):
+def test_working_folder_that_is_gone(world, last, folder, monkeypatch):
     """On one rank; a relative path is refused on all."""
     with monkeypatch.context() as patch:
-        if world.rank == last(world):
+        if world.rank == last:
             patch.setattr(os, "getcwd", Mock(side_effect=FileNotFoundError("gone")))
-        refused(world, "gone", staging.save, "x.h5", X, ranks=[last(world)])
+        refused(world, "gone", staging.save, "x.h5", X, ranks=[last])
         refused(world, "no such file", staging.load, "absent.h5")
     staging.save(folder / "x.h5", X)
