@@ -25,6 +25,7 @@ from hpcdist.validation.local import ArgumentError
 ROUND = 2**24  # bytes of a piece that ranks collect: its memory is soon reused
 PIECE = 2**26  # bytes of a piece at most: the unit of writing, of checksums, and of resuming
 
+_Views = list[tuple[int, Tensor]]  # by rank
 _MOST_BYTES = 2**63 - 1  # of a file
 _MOST_DIMS = 32  # of HDF5
 MOST_PIECES = 2**20  # of a tensor: each has a row in a table
@@ -167,10 +168,10 @@ def collect(team: Team, plan: PiecePlan, x: Tensor, round_: int, scratch: Scratc
         This rank's piece, in contiguous host memory of `scratch`; None if it has none in this round.
     """
     scratch.reset()
-    mine, box, holders = _peers(plan, team.rank, round_)
-    piece = None if box is None else scratch.take(box.shape, x.dtype)
-    sends = _views(x, plan.held[team.rank], mine)
-    _exchange(team, "staging.save", sends, _views(piece, box, holders), scratch)
+    row = plan.piece(team.rank, round_)
+    piece = None if row is None else scratch.take(plan.pieces[row].shape, x.dtype)
+    sends, recvs = _views(plan, team.rank, round_, x, piece)
+    _exchange(team, "staging.save", sends, recvs, scratch)
     return piece
 
 
@@ -181,33 +182,24 @@ def deliver(team: Team, plan: PiecePlan, piece: Tensor | None, out: Tensor, roun
     """
     if isinstance(plan.held, Copies) and _through_windows(team, plan, piece, out, round_, scratch):
         return
-    mine, box, holders = _peers(plan, team.rank, round_)
-    recvs = _views(out, plan.held[team.rank], mine)
-    _exchange(team, "staging.load", _views(piece, box, holders), recvs, scratch)
+    recvs, sends = _views(plan, team.rank, round_, out, piece)
+    _exchange(team, "staging.load", sends, recvs, scratch)
 
 
-_Peers = list[tuple[int, Box]]
-
-
-def _peers(plan: PiecePlan, me: int, round_: int) -> tuple[_Peers, Box | None, _Peers]:
-    """The owners and boxes of pieces that meet what this rank holds; its own piece; and who holds what of that."""
-    met = [(owner, plan.pieces[row]) for owner, row in plan.met(me, round_)]
-    if (row := plan.piece(me, round_)) is None:
-        return met, None, []
+def _views(plan: PiecePlan, me: int, round_: int, x: Tensor, piece: Tensor | None) -> tuple[_Views, _Views]:
+    """By rank, the parts of `x`, this rank's box, that lie in the pieces of a round; and the parts of this rank's piece
+    that lie in the boxes of the ranks."""
+    mine, row = plan.held[me], plan.piece(me, round_)
+    met = [(owner, mine.intersect(plan.pieces[met])) for owner, met in plan.met(me, round_)]
+    of_x = [(owner, x[part.slices(mine.offset)]) for owner, part in met]
+    if piece is None or row is None:
+        return of_x, []
     box = plan.pieces[row]
-    return met, box, [(rank, plan.held[rank]) for rank in plan.held.intersecting(box).tolist()]
+    held = [(rank, box.intersect(plan.held[rank])) for rank in plan.held.intersecting(box).tolist()]
+    return of_x, [(rank, piece[part.slices(box.offset)]) for rank, part in held]
 
 
-def _views(x: Tensor | None, at: Box | None, peers: _Peers) -> list[tuple[int, Tensor]]:
-    """For each peer the part of `x`, the box `at` of the whole, that meets the peer's box."""
-    if x is None or at is None:
-        return []
-    return [(rank, x[at.intersect(box).slices(at.offset)]) for rank, box in peers]
-
-
-def _exchange(
-    team: Team, verb: str, sends: list[tuple[int, Tensor]], recvs: list[tuple[int, Tensor]], scratch: Scratch
-) -> None:
+def _exchange(team: Team, verb: str, sends: _Views, recvs: _Views, scratch: Scratch) -> None:
     """Send parts of tensors to other ranks, and receive others in place; a part for this rank is copied. Collective."""
     from hpcdist.comm.mpi import MPI_ROUTE
 
