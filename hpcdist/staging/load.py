@@ -25,7 +25,7 @@ from hpcdist.layout import Box
 from hpcdist.layout.box import BoxSequence, Copies, Ints, Listed, Shards, grid, summed
 from hpcdist.runtime import world
 from hpcdist.runtime.plan import Plan, planners
-from hpcdist.staging.arguments import SINGLE, agreed, check_inside, check_out, nest, positive
+from hpcdist.staging.arguments import SINGLE, agreed, check_inside, nest, positive
 from hpcdist.staging.pieces import PiecePlan, block_bounds, deliver, piece_limit
 from hpcdist.staging.reader import OpenFiles, TensorReader, open_files
 from hpcdist.staging.save import plan_of_file, wait_for
@@ -151,16 +151,19 @@ class _Load:
 
 def _targets(call: _Load) -> Iterator[tuple[str, Tensor]]:
     """Yield memory for this rank's part of each tensor; a ValueError if `out` does not fit."""
-    if call.out is not None and len(call.tensors) != 1:
+    out = call.out
+    if out is not None and len(call.tensors) != 1:
         what = f"out is given for one tensor, but {len(call.tensors)} are read: {listed(call.tensors)}"
         raise refusal(ValueError, "HD208", what)
     for key, stored in call.tensors.items():
         shape = call.wants[key][call.team.rank].shape
-        if call.out is not None:
-            check_out(call.out, shape, stored.dtype, key)
-            yield key, call.out.detach().view(shape)
-        else:
+        if out is None:
             yield key, pool.empty(shape, stored.dtype, call.device, fixed=True)
+            continue
+        if (out.dtype, tuple(out.shape)) != (stored.dtype, shape):
+            what = f"out has {out.dtype} of shape {tuple(out.shape)}, expected {stored.dtype} of {shape}"
+            raise refusal(ValueError, "HD208", f"{what} for {key!r}")
+        yield key, out.detach().view(shape)
 
 
 @contextmanager
