@@ -285,35 +285,13 @@ def joined(sources: Sequence[Source], dim: int) -> Inputs:
     return Inputs(sources, shape, first.dtype, dim, Shards(shape, dim, displs))
 
 
-def in_pieces(path: str, datasets: Sequence[Dataset], window: int) -> list[Dataset]:
-    """Cut tensors for the output `path`, half of the window a piece, since reading one may take as much again.
-
-    Pieces that a tensor has in its file are kept if they fit and are runs of it: each is then read once, with its
-    checksum.
-
-    Raises:
-        InputError: there are too many pieces.
-    """
-    found = []
-    for d in datasets:
-        limit, pieces = piece_limit(window // 2, d.dtype.itemsize), d.pieces
-        if not len(pieces) or int(pieces.sizes.max()) > limit or not pieces.are_runs:
-            try:
-                check_pieces(d.shape, d.dtype.itemsize, limit)
-            except ArgumentError as error:
-                raise InputError("HD419", f"{path}: {d.name} {error}") from error
-            pieces = grid(d.shape, limit)
-        found.append(replace(d, pieces=pieces))
-    return found
-
-
 def copy(
     world: World, team: Team, verb: str, path: str, datasets: Sequence[Dataset], read: Read, options: SaveOptions
 ) -> tuple[int, int]:
     """Write tensors to a file, or to several and an index. Collective over `team`.
 
     Args:
-        datasets: perhaps with the pieces in which they are in a file: see in_pieces().
+        datasets: perhaps with the pieces in which they are in a file.
         read: raises an HpcdistError for what cannot be read.
 
     Returns:
@@ -322,26 +300,44 @@ def copy(
     Raises:
         RankError: on every rank, if anything failed on one; existing files are then as they were.
     """
-    datasets = in_pieces(path, datasets, options.window)
-    pieces = [(i, row, box) for i, d in enumerate(datasets) for row, box in enumerate(d.pieces)]
-    sizes = [box.size() * datasets[i].dtype.itemsize for i, _, box in pieces]
+    cut = [_in_pieces(path, d, options.window) for d in datasets]
+    pieces = [(i, row, box) for i, d in enumerate(cut) for row, box in enumerate(d.pieces)]
+    sizes = [box.size() * cut[i].dtype.itemsize for i, _, box in pieces]
     bounds = summed(layout.balance(sizes, team.size))
     mine = pieces[bounds[team.rank] : bounds[team.rank + 1]]
-    with meter(world, verb, sum(d.nbytes() for d in datasets) // team.size) as bar:
+    with meter(world, verb, sum(sizes) // team.size) as bar:
         options = replace(options, progress=bar.update)
-        with FileWriter(team, verb, path, datasets, options) as file:
+        with FileWriter(team, verb, path, cut, options) as file:
             buffer = torch.empty(piece_limit(options.window // 2, 1), dtype=torch.uint8, device="cpu")
             try:
                 for i, row, box in mine:
                     if file.problem is not None:
                         break
-                    dtype = datasets[i].dtype
+                    dtype = cut[i].dtype
                     x: Tensor = buffer[: box.size() * dtype.itemsize].view(dtype).view(box.shape)
                     read(i, box, x)
                     file.put(i, row, x)
             except HpcdistError as error:
                 file.fail(error)
     return len(mine), file.kept
+
+
+def _in_pieces(path: str, d: Dataset, window: int) -> Dataset:
+    """Cut a tensor for the output `path`, half of the window a piece, since reading one may take as much again.
+
+    Pieces that it has in its file are kept if they fit and are runs of it: each is then read once, with its checksum.
+
+    Raises:
+        InputError: there are too many pieces.
+    """
+    limit = piece_limit(window // 2, d.dtype.itemsize)
+    if len(d.pieces) and int(d.pieces.sizes.max()) <= limit and d.pieces.are_runs:
+        return d
+    try:
+        check_pieces(d.shape, d.dtype.itemsize, limit)
+    except ArgumentError as error:
+        raise InputError("HD419", f"{path}: {d.name} {error}") from error
+    return replace(d, pieces=grid(d.shape, limit))
 
 
 def add_options(p: Parser) -> None:
