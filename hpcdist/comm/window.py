@@ -3,8 +3,8 @@
 Every rank writes its shard into the window of its node. Then the nodes exchange the missing data, from and into
 their windows. Each rank of a node sends and receives a part, which uses all of them for the network.
 
-It is an algorithm of the route mpi for host memory. Where a team has several nodes and several ranks on one of them,
-MPI's own Allgatherv brings every rank its own copy over the wire. On one node, a large concat takes fewer copies.
+It is an algorithm of the route mpi for host memory, where a team has several nodes and several ranks on one of them:
+MPI's own Allgatherv brings every rank its own copy over the wire.
 """
 
 from __future__ import annotations
