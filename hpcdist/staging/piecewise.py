@@ -22,7 +22,7 @@ from hpcdist.formats.contents import Dataset, Stored
 from hpcdist.formats.known import describe
 from hpcdist.formats.plain import memory
 from hpcdist.layout import Box
-from hpcdist.layout.box import Listed
+from hpcdist.layout.box import Ints, Listed
 from hpcdist.runtime import world
 from hpcdist.staging.arguments import (
     agreed,
@@ -33,7 +33,7 @@ from hpcdist.staging.arguments import (
     shape_and_dtype,
     target_path,
 )
-from hpcdist.staging.pieces import MOST_PIECES
+from hpcdist.staging.pieces import MOST_PIECES, PIECE
 from hpcdist.staging.reader import TensorReader, open_files
 from hpcdist.staging.save import wait_for
 from hpcdist.staging.writer import WINDOW, FileWriter, SaveOptions
@@ -198,7 +198,7 @@ class WriteFile:
 
     The end of the block is collective. The file then appears under its name if every element was written once and no
     rank has failed. An exception on one rank ends the job, and the name keeps the old file. Each box is a piece with
-    its own checksum.
+    its own checksum. Consecutive rows that a rank writes become one piece.
     """
 
     def __init__(self, team: Team, path: Any, tensors: Any, attrs: Any, window: Any) -> None:
@@ -223,7 +223,7 @@ class WriteFile:
             # MPI-IO and system calls must not be mixed in one file: boxes of any shape are written by system calls.
             options = SaveOptions("posix", same["window"], attrs=given.get("", {}))
             self._file = FileWriter(team, VERB, same["path"], datasets, options)
-            self._rows = [array("q") for _ in datasets]  # offset, shape and bits of the checksum of each box
+            self._written = [_Written(dataset) for dataset in datasets]
             self._index = {dataset.name: i for i, dataset in enumerate(datasets)}
             self._open = True
 
@@ -252,11 +252,8 @@ class WriteFile:
         if x.dtype != dataset.dtype:
             raise refusal(ValueError, "HD419", f"x has dtype {x.dtype}, expected {dataset.dtype}, that of {name!r}")
         data = memory(row_major(local.ready(x, "x").cpu()))
-        digest = plain.digest()
-        self._file.write(i, box, data, digest)
-        if box.size():
-            checksum = int.from_bytes(digest.digest(), "big", signed=True)
-            self._rows[i].extend((*box.offset, *box.shape, checksum))
+        self._file.write(i, box, data)
+        self._written[i].add(box, data)
 
     def __enter__(self) -> WriteFile:
         return self
@@ -277,7 +274,7 @@ class WriteFile:
     def _record(self) -> list[Dataset]:
         """Make the boxes of all ranks the pieces of the file; a failure is kept, such as a missing box. Collective."""
         file, team = self._file, self._file.team
-        mine = [rows.tobytes() for rows in self._rows]
+        mine = [of.table().tobytes() for of in self._written]
         found = objects.all_gather_object(team.comm, mine, file.verb)
         datasets = []
         for i, dataset in enumerate(file.datasets):
@@ -295,3 +292,44 @@ class WriteFile:
                 file.fail(refusal(ValueError, "HD419", f"{dataset.name}: {what}"))
             datasets.append(replace(dataset, pieces=pieces))
         return datasets
+
+
+class _Written:
+    """The boxes of one tensor that this rank has written, and their checksums, computed from memory."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._shape, self._most = dataset.shape, PIECE // dataset.dtype.itemsize
+        self._rows = array("q")  # offset, shape and bits of the checksum of each piece
+        self._last: tuple[Box, Any] | None = None  # the piece that may continue, and its checksum so far
+
+    def add(self, box: Box, data: memoryview) -> None:
+        """Note a box that has been written."""
+        if not box.size():
+            return
+        joined = self._last and _joined(self._last[0], box, self._shape)
+        if self._last and joined and joined.size() <= self._most:
+            self._last = joined, self._last[1]
+        else:
+            self._end()
+            self._last = box, plain.digest()
+        self._last[1].update(data)
+
+    def _end(self) -> None:
+        if self._last is not None:
+            box, digest = self._last
+            checksum = int.from_bytes(digest.digest(), "big", signed=True)
+            self._rows.extend((*box.offset, *box.shape, checksum))
+            self._last = None
+
+    def table(self) -> Ints:
+        """Offset, shape and bits of the checksum of each piece, one after the other."""
+        self._end()
+        return np.array(self._rows, np.int64)
+
+
+def _joined(one: Box, other: Box, shape: Sequence[int]) -> Box | None:
+    """The box of two that follow each other in the tensor's memory, each of whole indices of dim 0; None of others."""
+    if not shape or not one.shape[1:] == other.shape[1:] == tuple(shape[1:]):
+        return None
+    end = one.offset[0] + one.shape[0]
+    return one.narrow(0, one.offset[0], end + other.shape[0]) if other.offset[0] == end else None
