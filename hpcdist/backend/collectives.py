@@ -43,6 +43,10 @@ from hpcdist.tensors.storage import overlap
 
 LEAST = 2**19  # bytes of a tensor to reduce through shared memory; below, MPI's own Allreduce has less latency
 SLOT = 2**20  # bytes of a rank's slot
+PIPELINED = 2**23  # bytes of a tensor to broadcast so; below, MPI's own Bcast is as fast, or has less latency
+SLICE = 2**21  # bytes of it in a slot
+_AHEAD = 4  # slots that a root fills before the first of them must have been read by all
+_SIGN = [bytearray(), MPI.BYTE]  # a message without data
 SMALL = 2**15  # bytes of a tensor for which each microsecond counts
 PACKED = 2**16  # bytes of all messages up to which they are copied into one piece of memory
 
@@ -53,8 +57,10 @@ def barrier(team: Team) -> None:
 
 def broadcast(team: Team, x: Tensor, root: int) -> None:
     with nullcontext(readable(x)) if team.rank == root else writable(x) as whole:
-        for piece in pieces(address(whole)):
-            team.comm.Bcast(piece, root)
+        memory = address(whole)
+        if len(memory) < PIPELINED or not _broadcast_shared(team, whole, root):
+            for piece in pieces(memory):
+                team.comm.Bcast(piece, root)
 
 
 def all_gather_single(team: Team, out: Tensor, x: Tensor) -> None:
@@ -215,19 +221,27 @@ def reduce_scatter_single(team: Team, out: Tensor, x: Tensor, op: Reduction) -> 
     reduce_scatter(team, out, list(split(whole, out.numel())) if out.numel() else [whole] * team.size, op)
 
 
+def _shared_memory(team: Team, nbytes: int) -> Tensor | None:
+    """Return memory that all ranks of the team share, flat bytes; None if they are on several nodes, or cannot.
+
+    Collective when it is first used, and for more bytes than before. Kept until the team ends.
+    """
+    if team.window is None or len(team.window.bytes) < nbytes:
+        team.window = team.windows.take(nbytes) if len(set(team.node_of)) == 1 else None
+    return None if team.window is None else team.window.bytes
+
+
 def _all_reduce_shared(team: Team, x: Tensor, out: Tensor, op: Reduction) -> bool:
     """Reduce the flat tensors of all ranks into `out`, which may be `x` itself.
 
     Returns:
-        Whether it has; False on all ranks if they are on several nodes, or cannot share memory.
+        Whether it has; False on all ranks if they cannot share memory.
     """
-    size, me, barrier = team.size, team.rank, team.comm.Barrier
-    nbytes = SLOT * (size + 1)
-    if team.window is None or len(team.window.bytes) < nbytes:  # kept until the team ends
-        team.window = team.windows.take(nbytes) if len(set(team.node_of)) == 1 else None
-    if team.window is None:
+    memory = _shared_memory(team, SLOT * (team.size + 1))
+    if memory is None:
         return False
-    slots = team.window.bytes[:nbytes].view(size + 1, SLOT).view(x.dtype)
+    size, me, barrier = team.size, team.rank, team.comm.Barrier
+    slots = memory[: (size + 1) * SLOT].view(size + 1, SLOT).view(x.dtype)
     result = slots[size]
     for start, length in layout.pieces(x.numel(), SLOT // x.itemsize):
         mine = layout.block_range(length, size, me)
@@ -242,6 +256,39 @@ def _all_reduce_shared(team: Team, x: Tensor, out: Tensor, op: Reduction) -> boo
         barrier()
         out[start : start + length].copy_(result[:length])
         activity.touch()
+    return True
+
+
+def _broadcast_shared(team: Team, x: Tensor, root: int) -> bool:
+    """Broadcast contiguous host memory: the root fills slots in turn, and the others copy their contents.
+
+    A rank waits for a message from the one that it needs, not in a barrier: where ranks share cores, each barrier of a
+    piece would cost them a time slice.
+
+    Returns:
+        Whether it has; False on all ranks if they cannot share memory.
+    """
+    memory = _shared_memory(team, SLICE * _AHEAD)
+    if memory is None:
+        return False
+    whole, comm = bytes_of(x), team.comm
+    others = [rank for rank in range(team.size) if rank != root]
+    pieces = layout.pieces(x.nbytes, SLICE)
+    for turn, (start, length) in enumerate(pieces):
+        piece, slot = whole[start : start + length], memory[turn % _AHEAD * SLICE :][:length]
+        if team.rank == root:
+            for rank in others if turn >= _AHEAD else ():
+                comm.Recv(_SIGN, rank)
+            slot.copy_(piece)
+            for rank in others:
+                comm.Send(_SIGN, rank)
+        else:
+            comm.Recv(_SIGN, root)
+            piece.copy_(slot)
+            if turn + _AHEAD < len(pieces):
+                comm.Send(_SIGN, root)
+        activity.touch()
+    comm.Barrier()  # the next call may write into the slots
     return True
 
 

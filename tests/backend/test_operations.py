@@ -33,7 +33,7 @@ def sizes(request, monkeypatch):
     """Everything twice: as it is, and with limits so low that small tensors go the way of large ones."""
     if request.param == "in pieces":
         monkeypatch.setattr(limits, "PIECE", 64)
-        for name, limit in {"SMALL": 0, "PACKED": 0, "LEAST": 0, "SLOT": 128}.items():
+        for name, limit in {"SMALL": 0, "PACKED": 0, "LEAST": 0, "SLOT": 128, "PIPELINED": 0, "SLICE": 8}.items():
             monkeypatch.setattr(collectives, name, limit)
 
 
