@@ -44,6 +44,13 @@ def _fact(doc: str, read: Callable[[], Any]) -> Callable[[], Any]:
     return read
 
 
+def mpi_threads_supported() -> bool:
+    """Whether several threads may call MPI at once."""
+    from mpi4py import MPI
+
+    return MPI.Query_thread() == MPI.THREAD_MULTIPLE
+
+
 def nccl_built() -> int:
     """The version of NCCL, such as 22809 for 2.28.9; 0 without NCCL."""
     parts = accelerator.library_version().split(".") if dist.is_nccl_available() else []
@@ -58,6 +65,8 @@ cross_rank = _fact("This node's number.", lambda: world.current().node)
 local_size = _fact("The processes on this node.", lambda: world.current().settings.node_of.count(cross_rank()))
 cross_size = _fact("The number of nodes.", lambda: world.current().nodes)
 mpi_built = mpi_enabled = _fact("True.", lambda: True)
+cuda_built = _fact("Whether torch was built with CUDA.", lambda: torch.version.cuda is not None)
+rocm_built = _fact("Whether torch was built with ROCm.", lambda: torch.version.hip is not None)
 gloo_built = gloo_enabled = ddl_built = ccl_built = _fact("False: MPI and NCCL send everything.", lambda: False)
 
 

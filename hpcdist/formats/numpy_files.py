@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from hpcdist.formats.contents import Contents, Dataset, FileMap, Format, Slices,
 from hpcdist.formats.hdf5 import NUMPY, stored_dtype
 from hpcdist.formats.paths import file_errors
 from hpcdist.formats.plain import Raw
+from hpcdist.layout import Box
 from hpcdist.process import machine
 
 _HEADER = 2**16  # bytes; numpy itself takes 10,000
@@ -34,8 +36,12 @@ class _Npy(Format):
         return Contents(path, ".npy file", {"": stored}, {path: at})
 
     def by_library(self, path: str, stored: Stored) -> Slices:
-        # Opened for each box, since what is mapped stays in memory.
-        return lambda box: _tensor(np.load(path, mmap_mode="r", allow_pickle=False)[box.slices()])
+        def read(box: Box) -> Tensor:  # opened for each box, since what is mapped stays in memory
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # it was written by Python 2
+                return _tensor(np.load(path, mmap_mode="r", allow_pickle=False)[box.slices()])
+
+        return read
 
     def create(self, path: Path, datasets: Sequence[Dataset], attrs: Mapping[str, Any]) -> FileMap:
         (array,) = datasets
@@ -65,7 +71,8 @@ class _Npz(Format):
         """As :meth:`Format.by_library`; a FileError if memory cannot hold the whole array, which a few bytes may
         unpack to."""
         machine.require(path, stored.nbytes())
-        with np.load(path, allow_pickle=False) as held:
+        with np.load(path, allow_pickle=False) as held, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it was written by Python 2
             array = held[stored.name]
         return lambda box: _tensor(array[box.slices()])
 
@@ -88,7 +95,9 @@ def _header(path: str, name: str, file: IO[bytes]) -> tuple[Stored, int]:
         what = f"its header has {size:,} bytes, more than the expected {_HEADER:,}"
         raise FileError("HD402", f"{path}: cannot be read: {what}")
     header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, fortran, dtype = header(io.BytesIO(length + file.read(size)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it was written by Python 2
+        shape, fortran, dtype = header(io.BytesIO(length + file.read(size)))
     if any(not 0 <= extent < 2**63 for extent in shape):
         raise FileError("HD402", f"{path}: cannot be read: shape {shape}")
     if dtype.hasobject:

@@ -21,7 +21,7 @@ import json
 import os
 import weakref
 from base64 import b64decode, b64encode
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -237,6 +237,7 @@ class HDF5Writer(_OneFile, StorageWriter):
         resume: continue the unfinished file of a job that died: pieces that it holds already are not written
             again. If this save fails, it keeps its unfinished file. Must agree.
         window: bytes of host memory that a rank may use for data in transit. Must agree.
+        progress: called on each rank, from time to time, with the number of bytes just done.
 
     Raises:
         CheckpointException: from dcp.save, on every rank. It names the ranks with an error, such as a tensor that a
@@ -257,9 +258,10 @@ class HDF5Writer(_OneFile, StorageWriter):
         *,
         resume: bool = False,
         window: int = WINDOW,
+        progress: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__(path, window)
-        self._options = SaveOptions("posix", window, resume)
+        self._options = SaveOptions("posix", window, resume, progress=progress)
         self._target: Target | None = None
         self._firsts: list[dict[MetadataIndex, int]] = []
         self._end: weakref.finalize[..., HDF5Writer] | None = None  # gives up the file if the writer is dropped

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -56,6 +56,7 @@ def load(
     device: torch.device | str | None = None,
     window: int = WINDOW,
     verify: bool | None = None,
+    progress: Callable[[int], None] | None = None,
     group: GroupLike | None = None,
 ) -> Any:
     """Read each rank's part of the tensors of a file, with any number of ranks.
@@ -81,6 +82,7 @@ def load(
         window: bytes of host memory that a rank may use besides the result. Must agree.
         verify: True: compare the checksum of every piece that is read at least in part; None: of pieces that are read
             whole; False: of none. Files of other tools have no checksums. Must agree.
+        progress: called on each rank, from time to time, with the number of bytes just read.
         group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None for all ranks.
 
     Returns:
@@ -124,6 +126,7 @@ class _Load:
         box: box that this rank wants, if the caller gives one.
         out: memory for it, if the caller passes any.
         device: of the result, without `out`.
+        progress: called with the number of bytes just read.
         files: the file, or the files of the folder, open on this rank.
         wants: by name of the tensor, the box of each rank.
         methods: by name of the tensor, ALONE or ROUNDS; the same on all ranks.
@@ -134,6 +137,7 @@ class _Load:
     box: Box | None
     out: Tensor | None
     device: torch.device
+    progress: Callable[[int], None] | None
     files: OpenFiles = field(init=False)
     wants: dict[str, BoxSequence] = field(init=False)
     methods: dict[str, str] = field(init=False)
@@ -146,7 +150,7 @@ class _Load:
     def reader(self, key: str) -> TensorReader:
         """Return a reader of one tensor; what it computes from the table of its pieces is freed with it."""
         stored = replace(self.tensors[key])
-        return TensorReader(self.files, stored, self.same["window"], self.same["verify"])
+        return TensorReader(self.files, stored, self.same["window"], self.same["verify"], self.progress)
 
 
 def _targets(call: _Load) -> Iterator[tuple[str, Tensor]]:
@@ -213,6 +217,7 @@ def _check(
     device: Any,
     window: Any,
     verify: Any,
+    progress: Any,
 ) -> _Load:
     """Check the arguments of load() on this rank."""
     if name is not None and not isinstance(name, str):
@@ -229,7 +234,7 @@ def _check(
         "counts": counts if counts is None or isinstance(counts, str) else tuple(index(c) for c in counts),
         "window": positive("window", window), "verify": verify, "box": "not given" if box is None else "given",
     }  # fmt: skip
-    return _Load(team, same, mine, out, target)
+    return _Load(team, same, mine, out, target, progress)
 
 
 def _dim(dim: Any) -> int | None:

@@ -28,6 +28,7 @@ from hpcdist.staging.arguments import (
     agreed,
     check_attrs,
     check_inside,
+    check_out,
     flatten,
     positive,
     shape_and_dtype,
@@ -39,7 +40,7 @@ from hpcdist.staging.save import wait_for
 from hpcdist.staging.writer import WINDOW, FileWriter, SaveOptions
 from hpcdist.tensors import pool
 from hpcdist.tensors.eager import recorded
-from hpcdist.tensors.storage import row_major
+from hpcdist.tensors.storage import row_major, written
 from hpcdist.validation import local
 from hpcdist.validation.local import not_a_tensor
 
@@ -141,6 +142,8 @@ class ReadFile:
         offset: Sequence[int] | None = None,
         shape: Sequence[int] | None = None,
         *,
+        out: Tensor | None = None,
+        device: torch.device | str | None = None,
         verify: bool | None = None,
     ) -> Tensor:
         """Read a box of a tensor.
@@ -148,14 +151,16 @@ class ReadFile:
         Args:
             name: of the tensor.
             offset, shape: of the box, an entry for every dim; by default from the first element, and to the last.
+            out: memory for it, of its shape and dtype.
+            device: device of the result, without `out`; the CPU by default.
             verify: as in :func:`load`.
 
         Returns:
-            The box: a tensor on the CPU, which the caller owns.
+            The box: a tensor that the caller owns, or `out`.
 
         Raises:
             FileError: if the tensor does not exist, is damaged, or cannot be read.
-            ValueError: if the box is not in the tensor.
+            ValueError: if the box is not in the tensor, or does not fit `out`.
         """
         if (untraceable := recorded()) is not None:
             raise refusal(ValueError, "HD219", f"read(): {untraceable}")
@@ -165,12 +170,17 @@ class ReadFile:
         rest = (extent - o for extent, o in zip(stored.shape, start, strict=True))
         box = Box(start, tuple(index(n) for n in (rest if shape is None else shape)))
         check_inside(box, stored.shape)
-        target = pool.empty(box.shape, stored.dtype, "cpu", fixed=True)
+        if out is None:
+            target = pool.empty(box.shape, stored.dtype, "cpu" if device is None else device, fixed=True)
+        else:
+            local.ready(out, "out")
+            check_out(out, box.shape, stored.dtype, name)
+            target = written(out, out.detach())
         try:
             TensorReader(self._files, stored, self._window, verify).read(box, target)
         except OSError as error:
             raise FileError("HD402", f"{self._contents.path}: cannot be read: {reason(error)}") from error
-        return target
+        return target if out is None else out
 
     def close(self) -> None:
         """Close the file. Closing it again does nothing."""

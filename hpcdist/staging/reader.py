@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hpcdist import activity, layout
-from hpcdist.errors import FileError
+from hpcdist.errors import FileError, reason, refusal
 from hpcdist.formats import plain, torch_files
 from hpcdist.formats.contents import Contents, Slices, Stored
 from hpcdist.formats.known import format_of
@@ -100,12 +100,14 @@ class TensorReader:
         window: bytes of host memory that may be used besides what is read into.
         verify: True: every piece of which something is read is checked, and read whole for that if need be; None: those
             that are read whole anyway; False: none.
+        progress: called with the number of bytes that have just been read.
     """
 
     files: OpenFiles
     stored: Stored
     window: int
     verify: bool | None = None
+    progress: Callable[[int], None] | None = None
     _checked: set[int] = field(default_factory=set, init=False)
     _library: tuple[int, Slices] | None = field(default=None, init=False)  # for this descriptor
     _part: tuple[int, Raw | Tensor] | None = field(default=None, init=False)  # the last part of a tensor in parts
@@ -153,6 +155,12 @@ class TensorReader:
             with self._truncation():
                 self._read(box, target)
         activity.touch()
+        if self.progress is not None:
+            try:
+                self.progress(target.nbytes)
+            except Exception as error:
+                what = f"progress raised {type(error).__name__}: {reason(error)}"
+                raise refusal(ValueError, "HD309", what) from error
 
     def check(self, row: int) -> None:
         """Read a piece and compare its checksum, unless that was done before; a FileError if it is damaged."""

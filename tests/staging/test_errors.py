@@ -364,12 +364,16 @@ def test_piecewise(world, last, rank, findings, folder):
         for verify in (None, True, False):
             findings.same(file.read("x/a", verify=verify), whole, "all of it")
             findings.same(file.read("x/a", (3, 1), (4, 2), verify=verify), whole[3:7, 1:3], "a box")
+        out = torch.empty(5, 2, dtype=torch.bfloat16).t()
+        findings.same(file.read("x/a", (10, 0), out=out), whole[10:], "into strided memory")
         findings.same(file.read("one"), torch.tensor(2.5, dtype=torch.float64), "0-d")
         findings.same(file.read("none"), torch.empty(0, 2, dtype=torch.int8), "empty")
         with pytest.raises(hd.FileError, match="holds no tensor 'y'"):
             file.read("y")
         with pytest.raises(hd.FileError, match="holds no 'nope'"):
             file.attrs("nope")
+        with pytest.raises(ValueError, match="out overlaps itself"):
+            file.read("x/a", out=whole[:1].expand(12, 5))
     findings.same(staging.load(path, "x/a", dim=None, verify=True), whole, "as a whole, verified")
 
 

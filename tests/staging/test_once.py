@@ -131,11 +131,12 @@ def test_damage_is_one_error(comm, findings, world, rank, folder, monkeypatch):
 
 
 def test_a_rank_that_cannot_read(comm, findings, world, last, folder, monkeypatch):
-    """The others go on with it to the end."""
+    """The others go on with it to the end; the callback's own error as well."""
     staging.save(folder / "x.h5", LARGE, None, window=30_000)
     load = partial(staging.load, folder / "x.h5", dim=None, verify=False, group=comm)
-    if world.rank == last:
-        monkeypatch.setattr(plain, "read_at", Mock(side_effect=OSError(5, "mine")))
-    refused(world, "mine", load, ranks=[last])
-    monkeypatch.undo()
+    fail = Mock(side_effect=OSError(5, "mine") if world.rank == last else None)
+    refused(world, "mine", load, progress=fail, ranks=[last])
     findings.same(load(), LARGE, "afterwards")
+    if world.rank == last:
+        monkeypatch.setattr(plain, "read_at", fail)
+    refused(world, "mine", load, ranks=[last])
