@@ -10,6 +10,7 @@ from operator import index
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from hpcdist import activity
 from hpcdist.comm.team import Team
@@ -165,6 +166,13 @@ def check_inside(box: Box, shape: Sequence[int], what: str = "") -> None:
     if not box.is_in(shape):
         text = f"{what}box is (offset {box.offset}, shape {box.shape}), which is not in shape {tuple(shape)}"
         raise refusal(ValueError, "HD213", text)
+
+
+def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
+    """Raise a ValueError if memory does not fit the part of a tensor that is read."""
+    if (out.dtype, tuple(out.shape)) != (dtype, shape):
+        what = f"out has {out.dtype} of shape {tuple(out.shape)}, expected {dtype} of {shape}"
+        raise refusal(ValueError, "HD208", f"{what} for {name!r}")
 
 
 def check_attrs(attrs: Any, given: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ from hpcdist.layout import Box
 from hpcdist.layout.box import BoxSequence, Copies, Ints, Listed, Shards, grid, summed
 from hpcdist.runtime import world
 from hpcdist.runtime.plan import Plan, planners
-from hpcdist.staging.arguments import SINGLE, agreed, check_inside, nest, positive
+from hpcdist.staging.arguments import SINGLE, agreed, check_inside, check_out, nest, positive
 from hpcdist.staging.pieces import PiecePlan, block_bounds, deliver, piece_limit
 from hpcdist.staging.reader import OpenFiles, TensorReader, open_files
 from hpcdist.staging.save import plan_of_file, wait_for
@@ -164,9 +164,7 @@ def _targets(call: _Load) -> Iterator[tuple[str, Tensor]]:
         if out is None:
             yield key, pool.empty(shape, stored.dtype, call.device, fixed=True)
             continue
-        if (out.dtype, tuple(out.shape)) != (stored.dtype, shape):
-            what = f"out has {out.dtype} of shape {tuple(out.shape)}, expected {stored.dtype} of {shape}"
-            raise refusal(ValueError, "HD208", f"{what} for {key!r}")
+        check_out(out, shape, stored.dtype, key)
         yield key, out.detach().view(shape)
 
 
