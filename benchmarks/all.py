@@ -95,7 +95,6 @@ def _mpirun() -> str:
 def _arguments() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, epilog="Other options go to the benchmarks: --rounds 10")
     parser.add_argument("--mpirun", type=shlex.split, default=[_mpirun()], help="with its own options, in quotes")
-    parser.add_argument("--python", default=sys.executable, help="interpreter with hpcdist and mpi4py (this one)")
     parser.add_argument(
         "--np",
         type=lambda text: [int(n) for n in text.split(",")],
@@ -105,21 +104,19 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--verbs", type=lambda text: text.split(","), default=list(RUNS), metavar=",".join(RUNS))
     parser.add_argument("--quick", action="store_true", help="fewer rounds and cases: about 10 minutes for everything")
     parser.add_argument("--deadline", type=float, help="seconds per run (300 to 2400)")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="folder for the results (benchmarks/results)")
     return parser.parse_known_args()
 
 
 def main() -> int:
     asked, others = _arguments()
-    asked.folder.mkdir(exist_ok=True)
     failed = []
     start = time.monotonic()
     runs = sorted((world_size, verb) for verb in asked.verbs for world_size in asked.np or RUNS[verb].ranks)
     with tqdm(runs, unit="run", disable=None) as bar:
         for world_size, verb in bar:
             script = ["shards.py", verb] if verb in SHARDS else [f"{verb}.py"]
-            command = [*asked.mpirun, "-n", str(world_size), asked.python, str(HERE / script[0]), *script[1:]]
-            command += ["--json", str(asked.folder), *(RUNS[verb].quick.split() if asked.quick else ())]
+            command = [*asked.mpirun, "-n", str(world_size), sys.executable, str(HERE / script[0]), *script[1:]]
+            command += ["--json", str(FOLDER), *(RUNS[verb].quick.split() if asked.quick else ())]
             command += others if verb != "resident" else ()
             bar.set_postfix_str(f"{verb}, np {world_size}")
             deadline = asked.deadline or RUNS[verb].deadline
@@ -128,7 +125,7 @@ def main() -> int:
                 failed.append(f"{verb}, np {world_size}: {problem}")
     print(f"{len(runs)} runs in {time.monotonic() - start:.0f} s")
     for script in ("plot.py", "report.py"):
-        problem = launch([sys.executable, str(HERE / script), str(asked.folder)], dict(os.environ), 300)
+        problem = launch([sys.executable, str(HERE / script)], dict(os.environ), 300)
         if problem:
             failed.append(f"{script}: {problem}")
     print(*failed, sep="\n", file=sys.stderr, end="\n" if failed else "")

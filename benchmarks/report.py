@@ -142,7 +142,6 @@ def target_table(records: Sequence[Record], topic: str, headlines: bool) -> str:
     with (README.parent / "targets.csv").open(newline="") as file:
         chosen = [row for row in csv.DictReader(file) if row["topic"] == topic and (row["headline"] or not headlines)]
     rows: dict[str, dict[str, str]] = {}  # what -> column -> cell
-    targets: dict[str, dict[str, int]] = {}  # what -> target -> the number of ranks that it is for
     columns: dict[str, None] = {"": None, "target": None}
     for record, row in product(records, chosen):
         if record.verb != row["verb"] or str(record.world_size) not in row["ranks"].split():
@@ -154,10 +153,8 @@ def target_table(records: Sequence[Record], topic: str, headlines: bool) -> str:
             met = not limit or (found.median <= float(limit) if sign == "<=" else found.median >= float(limit))
             target = f"{sign} {figure(float(limit))} {unit}".rstrip() if limit else "-"
             text = f"{figure(found.median)} {unit}".rstrip()
-            mine = targets.setdefault(row["what"], {})
-            mine[target] = record.world_size
-            cells = rows.setdefault(row["what"], {"": row["what"]})
-            cells["target"] = target if len(mine) == 1 else ", ".join(f"{one} (np {np})" for one, np in mine.items())
+            cells = rows.setdefault(row["what"], {"": row["what"], "target": target})
+            cells["target"] += "" if target in cells["target"] else f"; np {record.world_size}: {target}"
             cells[column] = (text if met else f"**{text}**") + ("" if found.low == found.high else f" ({span(found)})")
     order = dict.fromkeys(row["what"] for row in chosen if row["what"] in rows)
     return table(list(columns), [[rows[what].get(column, "-") for column in columns] for what in order])
@@ -255,12 +252,11 @@ def where(records: Sequence[Record]) -> str:
     """Say where hpcdist is faster, and where it is slower."""
     shared = cells(records, lambda row, _: row == SHARED)
     shared_large = cells(records, lambda row, size: row == SHARED and size in SIZES[-2:])
-    plain = cells(records, lambda row, _: row != SHARED)
     large = cells(records, lambda row, size: row in ("concat", "concat, 16:1") and size in SIZES[-2:])
     small = cells(records, lambda _, size: size in SIZES[:3])
     return (
-        f"- **Plain calls:** {share(plain)} cells are above 1, among them {share(large)} cells of concats from 16 MiB "
-        f"on.\n"
+        f"- **Plain calls:** {share(cells(records, lambda row, _: row != SHARED))} cells are above 1, among them "
+        f"{share(large)} cells of concats from 16 MiB on.\n"
         f"- **`shared=True`:** {share(shared)} cells are above 1. From 16 MiB on, all are between "
         f"{_between(shared_large)}. The hand-written ways keep one copy per rank.\n"
         f"- **Small calls:** all cells of 8 B to 64 KiB are between {_between(small)}. hpcdist first compares "

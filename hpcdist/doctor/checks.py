@@ -255,7 +255,7 @@ def _library(facts: Facts) -> Verdict:
 @Check(
     "job", "MPI threads", "mpi.thread_level", per=RANK,
     fix="remove `mpi4py.rc.thread_level` and `MPI4PY_RC_THREAD_LEVEL`; if another library starts MPI, MPI_Init_thread "
-    "with MPI_THREAD_MULTIPLE; else an MPI library built with it",
+    "with MPI_THREAD_MULTIPLE; if none does, use an MPI library that was built with support of threads",
 )  # fmt: skip
 def _threads(facts: Facts) -> Verdict:
     """MPI allows one thread at a time: `async_op=True`, `isend` and `irecv` are refused."""
@@ -410,7 +410,7 @@ def _locked(facts: Facts) -> Verdict:
     "your centre to raise the hard limit",
 )  # fmt: skip
 def _files(facts: Facts) -> Verdict:
-    """A rank may open too few files for connections to all ranks and for DataLoader workers."""
+    """The limit of open files is too low for connections to all ranks and for DataLoader workers."""
     limit, count = facts["limits"]["files"], known(facts, "mpi.size") or 1
     needed = _FILES + _FILES_A_RANK * count
     if limit is None or limit >= needed:
@@ -465,8 +465,8 @@ def _others(ranks: Ranks) -> Verdict:
     "local rank",
 )  # fmt: skip
 def _isolated(ranks: Ranks) -> Verdict:
-    """A rank may open only its own GPU (`--gpus-per-task`, `--gpu-bind`). NCCL and a CUDA-aware MPI then copy through
-    host memory, or fail with cuIpcOpenMemHandle."""
+    """A rank has access only to its own GPU (`--gpus-per-task`, `--gpu-bind`). NCCL and a CUDA-aware MPI then copy
+    through host memory, or fail with cuIpcOpenMemHandle."""
     seen = {gpu["id"] for facts in ranks for gpu in facts["gpu"]["gpus"]}
     alone = [
         facts for facts in ranks
