@@ -253,13 +253,13 @@ def where(records: Sequence[Record]) -> str:
     shared = cells(records, lambda row, _: row == SHARED)
     shared_large = cells(records, lambda row, size: row == SHARED and size in SIZES[-2:])
     large = cells(records, lambda row, size: row in ("concat", "concat, 16:1") and size in SIZES[-2:])
-    small = cells(records, lambda _, size: size in SIZES[:3])
     return (
         f"- **Plain calls:** {share(cells(records, lambda row, _: row != SHARED))} cells are above 1, among them "
         f"{share(large)} cells of concats from 16 MiB on.\n"
         f"- **`shared=True`:** {share(shared)} cells are above 1. From 16 MiB on, all are between "
         f"{_between(shared_large)}. The hand-written ways keep one copy per rank.\n"
-        f"- **Small calls:** all cells of 8 B to 64 KiB are between {_between(small)}. hpcdist first compares "
+        f"- **Small calls:** all cells of 8 B to 64 KiB are between "
+        f"{_between(cells(records, lambda _, size: size in SIZES[:3]))}. hpcdist first compares "
         f"arguments and sizes between the ranks; the best hand-written way knows them. For concat, gather and split of "
         f"8 B, hpcdist takes {_added(records, 2)} longer on 2 ranks. On 4 ranks that share 2 cores, it takes "
         f"{_added(records, 4)} longer.\n"
