@@ -163,11 +163,8 @@ class Redistribute(Plannable):
                 y = pool.empty(moves.boxes[team.rank].shape, shard.dtype, shard.device)
             elif overlap(y, shard):
                 source = copyable(shard).clone()
-            return (
-                y,
-                source,
-                *((moves.source.pack(source), moves.buffer(y, self.typed)) if moves.longest else (source, y)),
-            )
+            messages = (moves.source.pack(source), moves.buffer(y, self.typed)) if moves.longest else (source, y)
+            return y, source, *messages
 
         y, source, messages, buffer = results.allocate(self.name, team, self.sizes, make, self.agreed)
         for box, into in zip(moves.source.own, moves.dest.own, strict=True):

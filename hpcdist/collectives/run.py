@@ -178,9 +178,9 @@ class Plannable(Operation):
         if self.transfer is None:
             route = self.chosen(team)
             self.transfer = route.name, route.prepare(team, *self.messages)
-        route_name, carry = self.transfer
+        route_name, transfer = self.transfer
         activity.took(route_name)
-        carry(send, recv)
+        transfer(send, recv)
 
     def forward(self, team: Team) -> Tensor | None:
         result = None

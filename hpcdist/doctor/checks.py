@@ -215,7 +215,8 @@ _OTHER_FOLDER = "`export HPCDIST_STAGING=FOLDER`, or `hpcdist.init(staging=...)`
 @Check("job", "launcher", "environ", fix=STEPS["MPI_Init"][1])
 def _launcher(ranks: Ranks) -> Verdict:
     """The launcher started N processes, and MPI made N worlds of one rank, because they belong to different MPI
-    libraries. Or MPI counts the ranks of a node differently from the launcher, as between containers."""
+    libraries. Or a rank has one number on its node for the launcher and another one for MPI, because each rank is in a
+    container of its own."""
     found = launcher.nearest(ranks[0]["environ"])
     if found is None:
         return "ok", f"none: one process, started by hand ({_MORE})"
@@ -254,8 +255,8 @@ def _library(facts: Facts) -> Verdict:
 
 @Check(
     "job", "MPI threads", "mpi.thread_level", per=RANK,
-    fix="remove `mpi4py.rc.thread_level` and `MPI4PY_RC_THREAD_LEVEL`; if another library starts MPI, MPI_Init_thread "
-    "with MPI_THREAD_MULTIPLE; if none does, use an MPI library that was built with support of threads",
+    fix="remove `mpi4py.rc.thread_level` and `MPI4PY_RC_THREAD_LEVEL`; if another library starts MPI, let it call "
+    "MPI_Init_thread with MPI_THREAD_MULTIPLE; if none does, use an MPI library that was built with support of threads",
 )  # fmt: skip
 def _threads(facts: Facts) -> Verdict:
     """MPI allows one thread at a time: `async_op=True`, `isend` and `irecv` are refused."""
@@ -342,7 +343,7 @@ def _show(cores: Iterable[int]) -> str:
 )  # fmt: skip
 def _cores(ranks: Ranks) -> Verdict:
     """There are more ranks than cores, or ranks are bound to cores that overlap, or to hardware threads (SMT) of one
-    physical core. Or the ranks of a node share the cores of several NUMA domains."""
+    physical core. Or the ranks of a node are not bound, and their cores are in several NUMA domains."""
     groups = grouped(ranks, lambda facts: tuple(facts["cores"]))
     for group in groups:
         cores = group[0]["cores"]
