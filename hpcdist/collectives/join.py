@@ -177,7 +177,9 @@ class Join(Joining, Plannable):
 
     def arguments(self) -> Hashable:
         dim, root = self.dim, self.root
-        return (self.rooted, dim, root, self.route) if type(dim) is type(root) is int else None
+        if type(dim) is type(root) is int and type(self.allow_pickle) is bool:
+            return self.rooted, dim, root, self.route, self.allow_pickle
+        return None
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
         assert call.x is not None

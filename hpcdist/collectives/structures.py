@@ -17,7 +17,7 @@ from hpcdist.collectives.run import Operation
 from hpcdist.comm.route import Message, Route, Vector
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
-from hpcdist.control.codec import classes_in, find_class, rebuild
+from hpcdist.control.codec import classes_in, rebuild, same_class
 from hpcdist.errors import RankError, coded
 from hpcdist.routes import select
 from hpcdist.tensors import pool
@@ -168,19 +168,23 @@ def _allgather_headers(team: Team, mine: bytes, agreed: Agreed) -> list[bytes]:
     return objects.all_texts(team.comm, mine)
 
 
-def _check_classes(verb: str, team: Team, names: Sequence[str]) -> None:
-    """Check that every rank has imported all classes. Collective if there are any; `names` agree on all ranks."""
-    if names:
+def _check_classes(verb: str, team: Team, classes: Sequence[Sequence[Any]]) -> None:
+    """Check that every rank has imported all classes, with the same fields. Collective if there are any.
+
+    Args:
+        classes: arguments of same_class(); the same on all ranks.
+    """
+    if classes:
 
         def find_all() -> None:
-            for name in names:
-                find_class(name)
+            for name, *fields in classes:
+                same_class(name, *fields)
 
         objects.run_on_all(team.comm, verb, find_all)
 
 
-def _classes(structures: Sequence[Header] | Sequence[Tree]) -> list[str]:
-    return sorted(set().union(*(classes_in(one.spec) for one in structures)))
+def _classes(structures: Sequence[Header] | Sequence[Tree]) -> list[Sequence[Any]]:
+    return sorted(set().union(*(classes_in(one.spec) for one in structures)), key=repr)
 
 
 def _routes(verb: str, team: Team, name: str, kinds: tuple[int, ...], used: set[bool]) -> dict[bool, Route]:

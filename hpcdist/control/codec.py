@@ -91,15 +91,11 @@ class Node(NamedTuple):
 
     def _object(self, values: Sequence[Any]) -> Any:
         """Build an object with these fields as copy.copy() does: __init__ does not run."""
-        kind = find_class(self.cls)
-        fields = _class_of(kind)[1] or []
-        if len(values) != len(fields) or (self.kind == "D" and self.names != fields):
-            text = f"{self.cls} has the fields {fields} here, and others on the sender"
-            raise refusal(TypeError, "HD303", text)
+        kind = same_class(self.cls, *self.names)
         if self.kind == "N":
             return tuple.__new__(kind, values)
         made: Any = object.__new__(kind)
-        for name, value in zip(fields, values, strict=True):
+        for name, value in zip(self.names, values, strict=True):
             object.__setattr__(made, name, value)
         return made
 
@@ -169,6 +165,8 @@ def _node(value: Any, kind: type) -> Node | None:
         return None
     is_tuple = issubclass(kind, tuple)
     _check_attributes(value, kind, () if is_tuple else fields)
+    if is_tuple and len(value) != len(fields):
+        raise UnsupportedError(f"has {len(value)} items, but its class {cls} has the fields {fields}")
     if is_tuple:
         return Node("N", cls, range(len(value)), value)
     return Node("D", cls, fields, [getattr(value, name) for name in fields])
@@ -177,12 +175,11 @@ def _node(value: Any, kind: type) -> Node | None:
 @lru_cache(maxsize=1024)
 def _class_of(kind: type) -> tuple[str, Sequence[str] | None]:
     """Return name and fields of a dataclass or named tuple; no fields of any other class."""
-    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        fields = kind._fields
-    elif dataclasses.is_dataclass(kind) and not any("__new__" in vars(base) for base in kind.__mro__[:-1]):
+    fields: Any = getattr(kind, "_fields", None)
+    if not (issubclass(kind, tuple) and isinstance(fields, tuple)):
+        if not dataclasses.is_dataclass(kind) or any("__new__" in vars(base) for base in kind.__mro__[:-1]):
+            return "", None  # one with a __new__ of its own is more than its fields
         fields = [field.name for field in dataclasses.fields(kind)]
-    else:  # one with a __new__ of its own is more than its fields
-        return "", None
     name = f"{kind.__module__}:{kind.__qualname__}"
     try:
         found = find_class(name)
@@ -195,9 +192,16 @@ def _class_of(kind: type) -> tuple[str, Sequence[str] | None]:
 
 def _check_attributes(value: Any, kind: type, fields: Sequence[str]) -> None:
     """Refuse an object with attributes besides its fields, which would be lost; cached properties can be recomputed."""
-    for name in getattr(value, "__dict__", ()):
+    for name in (*getattr(value, "__dict__", ()), *(name for name in _slots(kind) if hasattr(value, name))):
         if name not in fields and not isinstance(getattr(kind, name, None), cached_property):
             raise UnsupportedError(f"has the attribute {name!r}, which is not one of its fields and would be lost")
+
+
+@lru_cache(maxsize=1024)
+def _slots(kind: type) -> list[str]:
+    slots = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    names = [name for of in slots for name in ([of] if isinstance(of, str) else of)]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def _key(key: Any) -> Any:
@@ -222,18 +226,31 @@ def find_class(name: str) -> type:
     found: Any = sys.modules.get(module)
     for part in path.split("."):  # not getattr, which may run code of the module or class
         found = vars(found).get(part) if isinstance(found, (type, ModuleType)) else None
-    is_tuple = isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
+    is_tuple = isinstance(found, type) and issubclass(found, tuple) and isinstance(getattr(found, "_fields", 0), tuple)
     if not (is_tuple or (isinstance(found, type) and dataclasses.is_dataclass(found))):
         raise refusal(TypeError, "HD303", f"{name} is not a dataclass or named tuple that this rank has imported")
     return found  # type: ignore[no-any-return]
 
 
-def classes_in(spec: Any) -> set[str]:
-    """Return the names of all classes in a description."""
+def same_class(name: str, *parts: str | int) -> type:
+    """Find a class as find_class() does, and compare its fields: by name, or by number for a named tuple.
+
+    Raises:
+        TypeError: if it is unknown here, or has other fields.
+    """
+    kind = find_class(name)
+    fields = tuple(_class_of(kind)[1] or ())
+    if parts != (tuple(range(len(fields))) if issubclass(kind, tuple) else fields):
+        raise refusal(TypeError, "HD303", f"{name} has the fields {list(fields)} here, and others on the sender")
+    return kind
+
+
+def classes_in(spec: Any) -> set[tuple[Any, ...]]:
+    """Return the arguments of same_class() for all classes in a description."""
     node = node_of(spec)
     if node is None:
         return set()
-    return ({node.cls} if node.cls else set()).union(*map(classes_in, node.parts))
+    return ({(node.cls, *node.names)} if node.cls else set()).union(*map(classes_in, node.parts))
 
 
 def rebuild(spec: Any, leaf: Callable[..., Any]) -> Any:

@@ -58,7 +58,7 @@ def call_of(verb: str, check: Callable[..., None], *arguments: Any) -> Call:
 
 def check_shard(op: Any, team: Team, call: Call) -> None:
     """Check an operation in which every rank passes a shard."""
-    call.options = (("x", "a tensor"), ("shared", op.shared))
+    call.options = (("x", "a tensor"), ("shared", op.shared), ("allow_pickle", bool(op.allow_pickle)))
     if op.shared:
         _check_shared(op)
     call.x = describe(call, op.x, op.dim, "x")

@@ -1,7 +1,8 @@
 """gather, concat and split of structures: what test_property.py does not draw, and what is refused."""
 
 import re
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, make_dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -144,10 +145,15 @@ def test_a_class_that_one_rank_does_not_know(world, size, monkeypatch):
     assert mine == [Point(1, rank) for rank in range(size)]
     if world.rank == 1:
 
-        def unknown(name):
+        def unknown(name, *fields):
             raise TypeError(f"{name} is no dataclass")
 
-        monkeypatch.setattr(structures, "find_class", unknown)
+        monkeypatch.setattr(structures, "same_class", unknown)
     refused(world, "", hd.concat, [Point(1, 2)], ranks=[1])
     monkeypatch.undo()
+    kind = make_dataclass("Odd", ["a", "b"] if world.rank else ["a"], namespace={"__module__": __name__})
+    monkeypatch.setattr(sys.modules[__name__], "Odd", kind, raising=False)
+    odd = kind(*range(1 + bool(world.rank)))
+    for call, x in ((hd.concat, [odd]), (hd.gather, [odd]), (hd.split, None if world.rank else [odd] * size)):
+        refused(world, "Odd has the fields", call, x)
     goes_on(world)

@@ -73,6 +73,15 @@ class _Subclass(Tensor):
     pass
 
 
+class Slots:
+    __slots__ = "colour"
+
+
+@dataclass(slots=True)
+class InSlots(Slots):
+    x: int
+
+
 @dataclass
 class Circle:
     radius: float
@@ -291,7 +300,7 @@ def test_what_is_more_than_its_fields():
     assert _round_trip(circle) == circle, "what can be computed again may stay behind"
     named = Named(1)
     assert _round_trip(named) == named
-    for value in (circle, named):
+    for value in (circle, named, InSlots(1)):
         value.colour = "red"
         with pytest.raises(TypeError, match=r"x\[0\] has the attribute 'colour', which is not one of its fields"):
             tree.flatten([value])
