@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from importlib import import_module
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
@@ -175,6 +176,9 @@ def _save_later(team: Team, given: dict[str, Any], buffer: Any) -> Handle[None]:
     held: list[SaveCall] = []  # freed when it is written
     nbytes, copied, problem = 0, True, None
     try:
+        # Not in the background: if the program ends meanwhile, h5py would not take back the converters that it gives to
+        # HDF5, and these crash in MPI_Finalize.
+        import_module("h5py")
         local.refuse_tracing()
         if given["writer"] == "mpio":
             raise ArgumentError("HD419", "writer mpio does not write in the background; use auto or posix")
@@ -200,7 +204,7 @@ def _save_later(team: Team, given: dict[str, Any], buffer: Any) -> Handle[None]:
     team.calls[True] += 1
     flight = _Flight(team, place, nbytes, submit(team, VERB, step))
     _flights.append(flight)
-    flight.handle._future.add_done_callback(lambda _: _flights.remove(flight))
+    flight.handle._future.add_done_callback(_landed)  # which, unlike a closure, leaves the handle to its user alone
     if not copied:
         flight.wait()
     return flight.handle
@@ -402,6 +406,11 @@ class _Flight:
         # No deadline: the save has one of its own.
         with activity.InCall(VERB, self.team, activity.NOBODY):
             futures.wait([self.handle._future])
+
+
+def _landed(future: futures.Future[None]) -> None:
+    for flight in [flight for flight in _flights if flight.handle._future is future]:
+        _flights.remove(flight)
 
 
 def wait_for(path: Any, after: Team | None = None) -> None:
