@@ -71,7 +71,11 @@ class _Npz(Format):
         """As :meth:`Format.by_library`; a FileError if memory cannot hold the whole array, which a few bytes may
         unpack to."""
         machine.require(path, stored.nbytes())
-        with file_errors(path), np.load(path, allow_pickle=False) as held, warnings.catch_warnings():
+        with (
+            file_errors(f"{path}: {stored.name}"),
+            np.load(path, allow_pickle=False) as held,
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")  # it was written by Python 2
             array = held[stored.name]
         return lambda box: _tensor(array[box.slices()])
