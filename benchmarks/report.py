@@ -9,7 +9,7 @@ import argparse
 import csv
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -226,10 +226,10 @@ def mpis(records: Iterable[Record]) -> list[str]:
     return list(dict.fromkeys(record.mpi for record in records))
 
 
-def cells(records: Sequence[Record], choose: Callable[[str, int | str], bool]) -> list[Spread]:
-    """Return the cells of all heat maps that are chosen by row and size."""
-    maps = [heat(records, mpi, np) for mpi, np in product(mpis(records), RANKS)]
-    return [cell for found in maps for key, cell in found.items() if choose(*key)]
+def cells(records: Sequence[Record]) -> list[tuple[str, int | str, Spread]]:
+    """Return row, size and figure of all cells of the heat maps."""
+    maps = product(mpis(records), RANKS)
+    return [(*key, cell) for mpi, np in maps for key, cell in heat(records, mpi, np).items()]
 
 
 def share(cells: Sequence[Spread]) -> str:
@@ -243,23 +243,25 @@ def _between(cells: Sequence[Spread]) -> str:
 def _added(records: Sequence[Record], np: int) -> str:
     """Say by how much plain calls of 8 bytes take longer than the baseline, over verbs and MPIs."""
     mine = [r for r in records if r.world_size == np and r.verb in ("concat", "gather", "split")]
-    cases = [case for record in mine if (case := record.case(8, "even"))]
-    found = [more.median * 1e6 for case in cases if (more := results.difference(case, HPCDIST_NEW))]
+    more = [results.difference(case, HPCDIST_NEW) for record in mine if (case := record.case(8, "even"))]
+    found = [1e6 * spread.median for spread in more if spread]
     return f"{min(found):.0f} to {max(found):.0f} us"
 
 
 def where(records: Sequence[Record]) -> str:
     """Say where hpcdist is faster, and where it is slower."""
-    shared = cells(records, lambda row, _: row == SHARED)
-    shared_large = cells(records, lambda row, size: row == SHARED and size in SIZES[-2:])
-    large = cells(records, lambda row, size: row in ("concat", "concat, 16:1") and size in SIZES[-2:])
+    every = cells(records)
+    plain = [x for row, _, x in every if row != SHARED]
+    shared = [x for row, _, x in every if row == SHARED]
+    shared_large = [x for row, size, x in every if row == SHARED and size in SIZES[-2:]]
+    large = [x for row, size, x in every if row in ("concat", "concat, 16:1") and size in SIZES[-2:]]
     return (
-        f"- **Plain calls:** {share(cells(records, lambda row, _: row != SHARED))} cells are above 1, among them "
+        f"- **Plain calls:** {share(plain)} cells are above 1, among them "
         f"{share(large)} cells of concats from 16 MiB on.\n"
         f"- **`shared=True`:** {share(shared)} cells are above 1. From 16 MiB on, all are between "
         f"{_between(shared_large)}. The hand-written ways keep one copy per rank.\n"
         f"- **Small calls:** all cells of 8 B to 64 KiB are between "
-        f"{_between(cells(records, lambda _, size: size in SIZES[:3]))}. hpcdist first compares "
+        f"{_between([x for _, size, x in every if size in SIZES[:3]])}. hpcdist first compares "
         f"arguments and sizes between the ranks; the best hand-written way knows them. For concat, gather and split of "
         f"8 B, hpcdist takes {_added(records, 2)} longer on 2 ranks. On 4 ranks that share 2 cores, it takes "
         f"{_added(records, 4)} longer.\n"

@@ -79,7 +79,7 @@ def _allgather(team: Team, out: Tensor, x: Tensor) -> None:
 
 
 def _gather_bytes(team: Team, send: Tensor, recv: Tensor, counts: list[int]) -> None:
-    MPI_ROUTE.prepare(team, "allgatherv", Vector(counts, layout.displs(counts)))(send, recv)
+    MPI_ROUTE.prepare(team, "allgatherv", Vector.packed(counts))(send, recv)
 
 
 def all_gather(team: Team, outs: Sequence[Tensor], x: Tensor) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcdist import layout
 from hpcdist.collectives import results
 from hpcdist.collectives.run import Operation
 from hpcdist.comm.route import Message, Route, Vector
@@ -121,7 +120,7 @@ class JoinStructures(Joining):
         """Gather the small tensors of all ranks, packed in one message per rank, over MPI."""
         if any(packed):
             operation, root = ("gatherv", self._receivers[0]) if self.rooted else ("allgatherv", 0)
-            transfer = select.load("mpi").prepare(team, operation, Vector(packed, layout.displs(packed), root))
+            transfer = select.load("mpi").prepare(team, operation, Vector.packed(packed, root))
             mine = pack(self._tree.tensors, self._headers[team.rank])
             transfer(mine, messages if team.rank in self._receivers else None)
 
@@ -237,8 +236,7 @@ class Distribution:
         call, device, lengths = self._call, team.settings.device, self._lengths
         message = pool.empty([lengths[team.rank]], torch.uint8, "cpu", fixed=True)
         messages = torch.cat(self._messages) if self._messages else None
-        what = Vector(lengths, layout.displs(lengths), call.root)
-        select.load("mpi").prepare(team, "scatterv", what)(messages, message)
+        select.load("mpi").prepare(team, "scatterv", Vector.packed(lengths, call.root))(messages, message)
         header, small = parse(message)
         check_memory(sum(header.nbytes))
         buffers = header.unpack(small, device)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from hpcdist import layout
 from hpcdist.comm.tuning import ALGORITHMS, Rule
 from hpcdist.layout import Box
 from hpcdist.tensors.storage import as_bytes
@@ -54,6 +55,11 @@ class Vector(NamedTuple):
     displs: Ints
     root: int = 0
     segment: int = 0
+
+    @classmethod
+    def packed(cls, counts: Ints, root: int = 0) -> Vector:
+        """Return messages that follow each other without gaps."""
+        return cls(counts, layout.displs(counts), root)
 
     @property
     def longest(self) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hpcdist import activity, layout
+from hpcdist import activity
 from hpcdist.comm.route import Message, Method, Route, Vector, cut
 from hpcdist.errors import RankError, coded
 from hpcdist.layout import limits
@@ -106,7 +106,7 @@ class Staged(Route):
             ((mine, part),), into = source.round(start, step), target.round(start, step)
             _copy([(mine, part)])
             now = [host.numel() for host, _ in into]
-            self.route.prepare(team, "allgatherv", Vector(now, layout.displs(now)))(mine, target.memory)
+            self.route.prepare(team, "allgatherv", Vector.packed(now))(mine, target.memory)
             _copy([(part, host) for host, part in into])
 
     def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:

@@ -64,7 +64,7 @@ VERB = "staging.save"
 # caller's may go on.
 _HEAD_START = 1e-3
 
-_flights: list[_Flight] = []  # saves in the background, of this process, in the order of the calls
+_flights: dict[futures.Future[None], _Flight] = {}  # saves in the background, of this process, in order of the calls
 
 
 @overload
@@ -203,8 +203,9 @@ def _save_later(team: Team, given: dict[str, Any], buffer: Any) -> Handle[None]:
 
     team.calls[True] += 1
     flight = _Flight(team, place, nbytes, submit(team, VERB, step))
-    _flights.append(flight)
-    flight.handle._future.add_done_callback(_landed)  # which, unlike a closure, leaves the handle to its user alone
+    future = flight.handle._future
+    _flights[future] = flight
+    future.add_done_callback(_flights.pop)  # no closure, which would hold the handle as long as the future lives
     if not copied:
         flight.wait()
     return flight.handle
@@ -408,11 +409,6 @@ class _Flight:
             futures.wait([self.handle._future])
 
 
-def _landed(future: futures.Future[None]) -> None:
-    for flight in [flight for flight in _flights if flight.handle._future is future]:
-        _flights.remove(flight)
-
-
 def wait_for(path: Any, after: Team | None = None) -> None:
     """Wait for the saves in flight to the same name, so that older data do not replace newer.
 
@@ -424,7 +420,7 @@ def wait_for(path: Any, after: Team | None = None) -> None:
     """
     join_uploads()
     place = _place(path)
-    for flight in list(_flights):
+    for flight in list(_flights.values()):
         at = flight.place
         if flight.team is not after and at and place in (at, os.path.dirname(at), safetensors.index_of(at)):
             flight.wait()
@@ -452,8 +448,8 @@ def _copied(tensors: Mapping[str, Tensor], buffer: int) -> Mapping[str, Tensor]:
     """Copy tensors to host memory, pinned for GPU tensors, when the copies of earlier saves leave room in `buffer`
     bytes. If there is no memory for copies, return the tensors themselves."""
     needed = sum(x.nbytes for x in tensors.values())
-    for flight in list(_flights):
-        if needed + sum(other.nbytes for other in list(_flights) if not other.handle.done()) <= buffer:
+    for flight in list(_flights.values()):
+        if needed + sum(other.nbytes for other in list(_flights.values()) if not other.handle.done()) <= buffer:
             break
         flight.wait()
     if needed > buffer:

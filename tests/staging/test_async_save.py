@@ -40,7 +40,7 @@ def gate(monkeypatch):
 
 
 def flying():
-    return [flight for flight in list(_flights) if not flight.handle.done()]
+    return [flight for flight in list(_flights.values()) if not flight.handle.done()]
 
 
 def some(world, dtypes=DTYPES):
