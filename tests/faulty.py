@@ -10,7 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+import h5py  # noqa: F401
 import torch
+from mpi4py import MPI
 
 import hpcdist as hd
 
@@ -102,6 +104,7 @@ def mistake(verb):
 
 
 def main(what):
+    MPI.COMM_WORLD.Barrier()  # the first imports on a new machine take longer than a deadline
     world = hd.init(staging=what["folder"])
     call = rounds(world, what["verb"], what["route"], Path(what["folder"]))
     fault, last = what["fault"], what["calls"]

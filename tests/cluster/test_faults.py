@@ -21,7 +21,7 @@ def test_jobs_with_a_fault_end_as_they_should(mpi, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=280 * slowness())
     runs = json.loads(report.read_text())
     bad = [run for run in runs if run["problems"]]
-    shown = [(run["fault"], run["verb"], run["route"], run["problems"], run["output"][-3000:]) for run in bad]
+    shown = [(run["fault"], run["verb"], run["route"], run["output"][-3000:], run["problems"]) for run in bad]
     assert not bad, "\n".join(str(part) for one in shown for part in one)
     assert len(runs) == RUNS[mpi]
     assert done.returncode == 0, done.stderr
