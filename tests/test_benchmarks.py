@@ -105,3 +105,16 @@ def test_start_up_in_prose(made):
     seconds, requests = ((median(s[i] for s in starts["32"]) - median(s[i] for s in starts["2"])) / 30 for i in (0, 1))
     text = " ".join((ROOT / "benchmarks" / "MEASUREMENTS.md").read_text().split())
     assert f"sends {requests:.0f} requests to the server, and takes {seconds:.1f} s longer" in text
+
+
+def test_small_calls_beside_mpi_that_exchanges_the_sizes(made):
+    """README's sentence on calls of 8 B, on 2 and 4 ranks, with both MPIs."""
+    assert "`concat` of 8 B is faster, and `split` slower" in " ".join((ROOT / "README.md").read_text().split())
+    ways = (made.results.MPI4PY_NEW, made.results.HPCDIST_NEW)
+    records = [r for r in made.records if r.world_size in made.report.RANKS]
+    concat, split = (
+        [made.results.ratio(record.case(8, "even"), *ways).median for record in records if record.verb == verb]
+        for verb in ("concat", "split")
+    )
+    assert len(concat) == len(split) == 4
+    assert min(concat) > 1 > max(split)

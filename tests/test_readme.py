@@ -35,8 +35,8 @@ def test_what_it_names_is_there():
 
 def test_its_commands_of_srun_start_the_mpi_that_it_loads():
     """The cluster's Open MPI, in the shell that installs and in the job script. MPICH aborts under PMIx."""
-    assert re.search(r"^\$ module load openmpi && .* && pip install \.$", README, re.MULTILINE)
-    assert re.search(r"^set -e; module load openmpi; source env/bin/activate$", README, re.MULTILINE)
+    assert re.search(r"^\$ module load python openmpi && .* && pip install \.$", README, re.MULTILINE)
+    assert re.search(r"^set -e; module load python openmpi; source ~/env/bin/activate$", README, re.MULTILINE)
     assert re.findall(r"^\+?srun --mpi=(\w+) ", README, re.MULTILINE) == 2 * [*PMIS["Open MPI"]]
 
 
