@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -40,17 +39,6 @@ LEFT_OUT = (  # 5,800 lines of tables; what a package index shows, which has no 
 )
 # What these have of a word would come first.
 NOT_SEARCHED = ("benchmarks/tables.md", "benchmarks/measurements.md", "benchmarks/results/summary.md", "changes.md")
-KINDS_OF_ERRORS = {  # by the first digit of the code
-    "1": "start of a job",
-    "2": "an argument on one rank",
-    "3": "ranks that do not agree",
-    "4": "files",
-    "5": "commands",
-    "6": "deadlines, dead and missing ranks",
-    "7": "torch.distributed and Horovod's names",
-    "8": "job scripts",
-    "9": "errors of hpcdist itself",
-}
 ERRORS = "errors/"  # what stands in `nav` for the catalogue
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"^( *)(`{3,}).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
@@ -130,16 +118,9 @@ def title(path: Path) -> str:
 
 
 def catalogue() -> list[Any]:
-    """Write the list of the error codes, and return the part of `nav` for them; nothing if there are no pages."""
+    """Return the part of `nav` for the error codes; nothing if there are no pages."""
     codes = sorted((PAGES / "errors").glob("HD*.md"))
-    if not codes:
-        return []
-    text = "# Error codes\n\n`python -m hpcdist explain CODE` prints these pages.\n"
-    for first, codes_of_it in groupby(codes, lambda code: code.stem[2]):
-        rows = "\n".join(f"- [{title(code)}]({code.name})" for code in codes_of_it)
-        text += f"\n## HD{first}xx: {KINDS_OF_ERRORS[first]}\n\n{rows}\n"
-    (PAGES / "errors" / "index.md").write_text(text)
-    return [{"Error codes": ["errors/index.md", *({title(code): f"errors/{code.name}"} for code in codes)]}]
+    return [{"Error codes": [{title(code): f"errors/{code.name}"} for code in codes]}] if codes else []
 
 
 def with_errors(nav: list[Any], codes: list[Any]) -> list[Any]:

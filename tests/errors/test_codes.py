@@ -66,6 +66,11 @@ def test_each_code_has_a_page_and_each_page_is_of_a_code_that_is_used():
     assert set(explain.titles()) == _used() | {line.split()[0] for line in KEPT if line.endswith(" retired")}
 
 
+def test_the_page_on_errors_lists_the_titles():
+    page = (ROOT.parent / "docs" / "reference" / "errors.md").read_text()
+    assert re.findall(r"^\| \[(HD\d+)\].* \| (.*) \|$", page, re.MULTILINE) == [*explain.titles().items()]
+
+
 def test_codes_are_kept():
     """Programs and notes name them: a line of codes.txt is never removed, and no code gets another meaning. One that is
     not used any more keeps its page, and gets the word retired at the end of its line."""
