@@ -224,7 +224,7 @@ def _numbers(full: Shape) -> Rules:
     too_many = f"more than the {ranks} ranks of a node, each of which uses one GPU"
     yield count <= ranks, "gpus-per-node", count, too_many
     one_each = full.kind in ("gpu", "train") or full.scheduler == "flux" or full.bind == "gpu"
-    too_few = f"more than the {count} GPUs of a node, and NCCL takes one rank a GPU"
+    too_few = f"more than the {count} GPUs of a node, and NCCL takes one rank per GPU"
     yield not one_each or count in (0, ranks), "ntasks-per-node", ranks, too_few
     yield full.bind != "gpu" or count, "bind", "gpu", "expected --gpus-per-node, too"
 

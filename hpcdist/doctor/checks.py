@@ -205,8 +205,8 @@ _GOOD_SHM = 2**27  # bytes per rank, enough for the batches of a DataLoader's wo
 _MIN_SPACE = 2**30  # bytes; with less, staging is likely to fail
 _INIT = (
     "see this text, and the findings above. If a node does not reach the others, `srun --exclude=HOST`, and ask your "
-    "centre to open the nodes' ephemeral ports (`net.ipv4.ip_local_port_range`) to each other, and to give each node "
-    "an IPv4 address"
+    "centre to open the nodes' ephemeral ports (`net.ipv4.ip_local_port_range`) to each other. Each node needs an IPv4 "
+    "address"
 )
 _POSIX = "`staging.save(writer='posix')`, which does not use MPI-IO"
 _OTHER_FOLDER = "`export HPCDIST_STAGING=FOLDER`, or `hpcdist.init(staging=...)`: a folder of the parallel file system"
@@ -215,8 +215,7 @@ _OTHER_FOLDER = "`export HPCDIST_STAGING=FOLDER`, or `hpcdist.init(staging=...)`
 @Check("job", "launcher", "environ", fix=STEPS["MPI_Init"][1])
 def _launcher(ranks: Ranks) -> Verdict:
     """The launcher started N processes, and MPI made N worlds of one rank, because they belong to different MPI
-    libraries. Or a rank has one number on its node for the launcher and another one for MPI, because each rank is in a
-    container of its own."""
+    libraries. Or the launcher's local rank differs from MPI's, because each rank is in a container of its own."""
     found = launcher.nearest(ranks[0]["environ"])
     if found is None:
         return "ok", f"none: one process, started by hand ({_MORE})"
@@ -228,12 +227,12 @@ def _launcher(ranks: Ranks) -> Verdict:
     for facts in ranks:
         number, seen = launcher.on_node(facts["environ"])[0], facts.get("local_rank")
         if None not in (number, seen) and number != seen:
-            text += f"; rank {facts['rank']} is number {number} on its node, but {seen} as MPI sees it"
+            text += f"; rank {facts['rank']} has local rank {number} for the launcher, but {seen} for MPI"
             return "warning", f"{text}: a wrong GPU", _CONTAINERS
     return "ok", text
 
 
-@Check("job", "world", "mpi.size", fix="`srun --ntasks-per-node=N`, `mpirun --map-by ppr:N:node`")
+@Check("job", "world", "mpi.size", fix="`#SBATCH --ntasks-per-node=N`, `mpirun --map-by ppr:N:node`")
 def _world(ranks: Ranks) -> Verdict | None:
     """The nodes have different numbers of ranks."""
     if ranks[0]["mpi"]["alone"] or incomplete(ranks):
@@ -280,7 +279,7 @@ def _versions(facts: Facts) -> Verdict:
 @Check(
     "software", "start of Python", "start prefix",
     fix="a copy on each node: `env=$(srun -n $SLURM_NNODES --ntasks-per-node=1 python -m hpcdist.stage_env "
-    "ENVIRONMENT); srun $env/bin/python ...`; or a container image: `apptainer build env.sif`",
+    "ENVIRONMENT) && srun $env/bin/python ...`; or a container image: `apptainer build env.sif`",
 )  # fmt: skip
 def _start(ranks: Ranks) -> Verdict:
     """Python, torch and hpcdist took half a minute or more to start. They read thousands of small files from a file
@@ -444,7 +443,7 @@ def _gpus(ranks: Ranks) -> Verdict:
     if not all(facts["versions"]["NCCL"] for facts in ranks):
         return "warning", "torch without NCCL: GPU memory does not travel through NCCL"
     if problem := accelerator.shared_gpu([None if gpu is None else str(gpu["id"]) for gpu in mine]):
-        fix = "one rank a GPU: mpirun --map-by ppr:GPUS:node, srun --ntasks-per-node=GPUS --gpus-per-node=GPUS"
+        fix = "one rank per GPU: mpirun --map-by ppr:GPUS:node, #SBATCH --ntasks-per-node=GPUS --gpus-per-node=GPUS"
         return "broken", problem, f"{fix}; unset CUDA_VISIBLE_DEVICES if you set it by hand"
     if without:
         return "warning", f"none on {names(without)}, which work on the CPU"
@@ -462,8 +461,8 @@ def _others(ranks: Ranks) -> Verdict:
 
 @Check(
     "GPUs", "GPUs of the others", "gpu", per=NODE,
-    fix="`srun --ntasks-per-node=N --gpus-per-node=N --gpu-bind=none`; hpcdist.init() gives each rank the GPU of its "
-    "local rank",
+    fix="`#SBATCH --ntasks-per-node=N --gpus-per-node=N`, `srun --gpu-bind=none`; hpcdist.init() gives each rank the "
+    "GPU of its local rank",
 )  # fmt: skip
 def _isolated(ranks: Ranks) -> Verdict:
     """A rank has access only to its own GPU (`--gpus-per-task`, `--gpu-bind`). NCCL and a CUDA-aware MPI then copy

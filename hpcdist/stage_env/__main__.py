@@ -30,7 +30,7 @@ def parser() -> Parser:
         prog=_NAME,
         description="Copy an environment, a folder or a file from a shared file system to every node's own disk. One "
         "rank reads it, and MPI sends it. Print the path of the copies.",
-        epilog="example: env=$(srun -n $SLURM_NNODES --ntasks-per-node=1 python -m hpcdist.stage_env /shared/venv); "
+        epilog="example: env=$(srun -n $SLURM_NNODES --ntasks-per-node=1 python -m hpcdist.stage_env /shared/venv) && "
         'srun "$env/bin/python" train.py. See docs/do/stage-env.md.',
         prints=lambda: launcher.number(os.environ) == 0,
     )

@@ -165,7 +165,7 @@ def shared_gpu(gpus: list[str | None]) -> str | None:
         if gpu is not None and first.setdefault(gpu, rank) != rank:
             return (
                 f"ranks {first[gpu]} and {rank} share one GPU ({gpu}), which {LIBRARY.upper()} refuses. Start at most "
-                "one rank a GPU (mpirun --map-by ppr:GPUS:node, srun --ntasks-per-node=GPUS), check "
+                "one rank per GPU (mpirun --map-by ppr:GPUS:node, #SBATCH --ntasks-per-node=GPUS), check "
                 f"CUDA_VISIBLE_DEVICES, or let ranks share it without {LIBRARY.upper()}: "
                 "hpcdist.init(backend='gloo'), or stay off it: device='cpu'"
             )

@@ -65,7 +65,7 @@ MADE_UP = {
         ("gpu.gpus", [{"name": "H200", "id": "a, PCI 0000:01:00, UUID GPU-x", "bytes": 1}], 0, 1),
         "GPUs",
         "broken: ranks 0 and 1 share one GPU (a, PCI 0000:01:00, UUID GPU-x)",
-        "one rank a GPU",
+        "one rank per GPU",
     ),
     "a node without": (("gpu.gpus", [], 2, 3), "GPUs", "warning: none on ranks 2-3 on b", "--gpus-per-node"),
     "driver": (("gpu.error", "driver too old", 2), "GPUs", "broken: driver too old (rank 2 on b)", "nvidia-smi"),
@@ -318,7 +318,7 @@ def test_one_gpu_a_task():
         if openable == 2:
             expect(ranks)
     text = "warning: ranks 0-1 on a may use 1 of the 2 GPUs of the node, as with --gpus-per-task"
-    expect(ranks, "GPUs of the others", text, "srun --ntasks-per-node=N --gpus-per-node=N --gpu-bind=none")
+    expect(ranks, "GPUs of the others", text, "#SBATCH --ntasks-per-node=N --gpus-per-node=N, srun --gpu-bind=none")
 
 
 def test_nccl_through_sockets_on_slingshot_and_on_ethernet():
@@ -405,7 +405,7 @@ def test_the_launcher_and_where_it_has_put_the_ranks():
     said = "mpirun of Open MPI: OMPI_COMM_WORLD_SIZE=4"
     assert text_of(expect(ranks), "launcher") == said
     apart = [rank(i, node=i, local_rank=0, environ=local[i]) for i in range(4)]
-    text = "rank 1 is number 1 on its node, but 0 as MPI sees it: a wrong GPU"
+    text = "rank 1 has local rank 1 for the launcher, but 0 for MPI: a wrong GPU"
     assert ill(judge(apart))["launcher"].endswith(text)
     ranks[3]["environ"].update(SLURM_LOCALID="0", OMPI_COMM_WORLD_LOCAL_RANK="0")
-    expect(ranks, "launcher", f"warning: {said}; rank 3 is number 0 on its node, but 1 as MPI sees it: a wrong GPU")
+    expect(ranks, "launcher", f"warning: {said}; rank 3 has local rank 0 for the launcher, but 1 for MPI: a wrong GPU")
