@@ -24,7 +24,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "trace": ("report which rank the others waited for, from a run with HPCDIST_TRACE=DIR", "hpcdist.trace"),
     "compare": ("time calls of given shapes, by hand and with hpcdist", "hpcdist.compare"),
     "tune": ("measure the algorithms of calls, and write rules for HPCDIST_TUNE", "hpcdist.tune"),
-    "explain": ("explain the code at the end of an error, and name the remedy", "hpcdist.errors.explain"),
+    "explain": ("explain the code of an error, and name the remedy", "hpcdist.errors.explain"),
 }
 
 

@@ -344,7 +344,7 @@ def add_options(p: Parser) -> None:
     """Add the options that all of these commands have."""
     p.add_argument(
         "--window", type=nbytes, default=WINDOW, metavar="BYTES",
-        help="with -o: memory for a piece of data, such as 64M (default 256M); a rank uses twice this at most",
+        help="memory for a piece of the output file, such as 64M (default 256M); a rank uses twice this at most",
     )  # fmt: skip
     p.add_argument("--resume", action="store_true", help="resume a killed job: write only what differs from its output")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of text")

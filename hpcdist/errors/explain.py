@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="hpcdist explain",
-        description="Explain the code at the end of hpcdist's errors, such as [HD204], and name the remedy. Without a "
+        description="Explain the code of an error, such as [HD204], and name the remedy. Without a "
         "code, list all codes.",
         epilog="example: mpirun -n 4 python program.py 2>&1 | hpcdist explain -",
     )
