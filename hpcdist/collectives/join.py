@@ -146,8 +146,8 @@ def concat(
 
         With `shared`, the ranks of a node read the same memory. Treat it as read-only: writes are private to the rank
         (copy-on-write). The memory is reused when no rank has a tensor on it. Each rank gets memory of its own if the
-        node has too little shared memory, or its processes cannot open each other's memory. So it does for results
-        below 64 KiB, and if a group holds 64 shared results.
+        result is below 64 KiB, or the group holds 64 shared results. It also does if the node has too little shared
+        memory, or its processes cannot open each other's memory.
 
     Raises:
         RankError: on every rank, if an argument is wrong on any rank, or arguments do not agree. No data have moved,

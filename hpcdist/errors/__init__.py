@@ -119,8 +119,8 @@ def without_hint(error: E) -> E:
 
 
 class HpcdistError(RuntimeError):
-    """The base of every error raised by hpcdist itself. Its message ends with a code such as [HD112]: ``python -m
-    hpcdist explain HD112`` prints its meaning and the remedy."""
+    """The base of every error raised by hpcdist itself. Its message has a code in brackets, such as [HD112]:
+    ``python -m hpcdist explain HD112`` prints its meaning and the remedy."""
 
     def __init__(self, *args: str) -> None:
         """Take a code and a message, or a message that has its code already."""
@@ -162,7 +162,7 @@ class HangError(HpcdistError):
 class RankError(HpcdistError):
     """One or more ranks called a collective wrongly; the same error is raised on every rank.
 
-    No data has moved and the communicator still works: the next call can succeed.
+    No data have moved, and the communicator still works: the next call can succeed.
 
     Attributes:
         verb: name of the collective that was refused, as rank 0 called it.

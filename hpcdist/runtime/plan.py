@@ -34,11 +34,11 @@ class Plan:
         result: memory of this rank's result: "new", "pool", "shared", "out", "structure" (of several loaded tensors),
             "file" or "none".
         reasons: the reasons for route and method. The same on all ranks.
-        shape: of the whole tensor; None of anything but one tensor.
-        box: box of the whole tensor that this rank receives, of size 0 if it receives none; likewise.
-        file_bytes: of a function of :mod:`hpcdist.staging`, bytes of data that this rank reads from the file, or writes
-            to it; without those that it reads besides, to compare a checksum or between short runs.
-        file_bytes_of_all, sent_by_all: the same of all ranks together. The same on all ranks.
+        shape: of the whole tensor; None if there are several tensors.
+        box: box of the whole tensor that this rank receives, of size 0 if it receives none; None as for `shape`.
+        file_bytes: for a function of :mod:`hpcdist.staging`: bytes of data that this rank reads from the file, or
+            writes to it. Bytes that it reads only to compare a checksum, or between short runs, are not counted.
+        file_bytes_of_all, sent_by_all: `file_bytes` and `sent` of all ranks together. The same on all ranks.
     """
 
     verb: str
