@@ -38,6 +38,8 @@ def test_its_commands_of_srun_start_the_mpi_that_it_loads():
     assert re.search(r"^\$ module load python openmpi && .* && pip install \.$", README, re.MULTILINE)
     assert re.search(r"^set -e; module load python openmpi; source ~/env/bin/activate$", README, re.MULTILINE)
     assert re.findall(r"^\+?srun --mpi=(\w+) ", README, re.MULTILINE) == 2 * [*PMIS["Open MPI"]]
+    (script,) = re.findall(r"^```bash\n#!.*?^```$", README, re.MULTILINE | re.DOTALL)
+    assert script in (ROOT / "docs" / "start" / "slurm.md").read_text()
 
 
 def test_what_was_never_run_stands_at_the_top():
