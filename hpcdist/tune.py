@@ -127,7 +127,7 @@ def _candidates(operation: str, place: Place) -> list[Rule]:
 
 def _forced(team: Team, operation: str, rule: Rule, repeats: dict[Any, Any], case: Case) -> Any:
     with team.forced(operation, rule, repeats):
-        return ours(case, out=case.out)
+        return ours(case)
 
 
 def _before(name: str) -> Any:

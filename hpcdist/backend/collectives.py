@@ -138,8 +138,8 @@ def exchange(team: Team, sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> 
     }
     MPI_ROUTE.exchange(
         team,
-        [(rank, bytes_of(ready[id(x)])) for rank, x in sends.items() if rank != me and x.numel()],
-        [(rank, bytes_of(x)) for rank, x in into.items() if x.numel()],
+        [(rank, bytes_of(ready[id(x)])) for rank, x in sends.items() if rank != me],
+        [(rank, bytes_of(x)) for rank, x in into.items()],
         0,
     )
     if own is not None:

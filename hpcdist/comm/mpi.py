@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -68,9 +68,10 @@ class Mpi(Route):
             return True
         return rule.algorithm == "window" and window.in_rounds(team, send, blocks)
 
-    def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
-        for request in start(team.comm, sends, recvs):
-            request.Wait()
+    def start(
+        self, team: Team, sends: list[Message], recvs: list[Message], longest: int
+    ) -> Sequence[Callable[[], object]]:
+        return [request.Wait for request in start(team.comm, sends, recvs)]
 
     def gatherv_mpi(self, team: Team, what: Vector, send: Tensor, recv: Tensor | None) -> None:
         spec = None if recv is None else [memory(recv), what.counts, what.displs, MPI.BYTE]
@@ -125,8 +126,6 @@ def _pass_around(team: Team, segment: int, send: Tensor, blocks: Sequence[Tensor
     Träff and others, "A Pipelined Algorithm for Large, Irregular All-gather Problems" (2010).
     """
     rank, size, comm, nodes = team.rank, team.size, team.comm, team.node_of
-    if send.data_ptr() != blocks[rank].data_ptr():
-        blocks[rank].copy_(send)
     limit = min(segment or limits.PIECE, limits.PIECE)
     ring = sorted(range(size), key=nodes.__getitem__)
     place = dict(zip(ring, range(size), strict=True))
@@ -134,7 +133,8 @@ def _pass_around(team: Team, segment: int, send: Tensor, blocks: Sequence[Tensor
     left, right = ring[at - 1], ring[(at + 1) % size]
 
     def pieces_of(owner: int) -> list[list[Any]]:
-        return pieces(memory(blocks[owner]), limit) if blocks[owner].numel() else []
+        block = send if owner == rank else blocks[owner]
+        return pieces(memory(block), limit) if block.numel() else []
 
     def goes_back(owner: int, dest: int) -> bool:
         """Whether the data of a rank reach `dest` from its right: from a later one of its node."""
@@ -157,6 +157,8 @@ def _pass_around(team: Team, segment: int, send: Tensor, blocks: Sequence[Tensor
     requests = [comm.Irecv(piece, source) for *_, source, piece in arriving]
     for piece in pieces_of(rank):
         pass_on(rank, piece)
+    if send.data_ptr() != blocks[rank].data_ptr():
+        blocks[rank].copy_(send)  # while the others travel
     for request, (_, _, owner, _, piece) in zip(requests, arriving, strict=True):
         request.Wait()
         pass_on(owner, piece)

@@ -6,7 +6,7 @@ order, and already agreed on by all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -85,8 +85,8 @@ class Method(NamedTuple):
 class Route:
     """A communication library that moves messages between the ranks of a team.
 
-    A route that only implements `exchange` carries out the other operations by it: directly from and into place. One
-    with rows in tuning.ALGORITHMS has a method for each of them, such as `allgatherv_ring`.
+    A route that only implements `start` carries out all operations by it: directly from and into place. One with rows
+    in tuning.ALGORITHMS has a method for each of them, such as `allgatherv_ring`.
 
     Attributes:
         name: name of the route as the caller passes it.
@@ -137,12 +137,29 @@ class Route:
             what = what._replace(segment=rule.segment)
         return partial(getattr(self, f"{operation}_{rule.algorithm}"), team, what)
 
-    def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
+    def exchange(self, team: Team, sends: Iterable[Message], recvs: Iterable[Message], longest: int) -> None:
         """Send and receive separate messages concurrently, directly from and into their memory, and wait for them.
 
-        A pair of ranks exchanges at most one message in each direction; there are no empty messages, and none from a
-        rank to itself. `longest` is the size of the longest message of all ranks.
+        A pair of ranks exchanges at most one message in each direction. The message of a rank to itself is copied
+        while the others travel. `longest` is the size of the longest message of all ranks.
         """
+        own: list[Tensor] = []
+        others: list[list[Message]] = []
+        for messages in (recvs, sends):
+            # Empty messages are not sent: both sides know the counts. Not all ranks start with the same one.
+            of = {(rank - team.rank) % team.size: (rank, block) for rank, block in messages if block.numel()}
+            own += [of.pop(0)[1]] if 0 in of else []
+            others.append([of[distance] for distance in sorted(of)])
+        waits = self.start(team, others[1], others[0], longest)
+        if own and own[0].data_ptr() != own[1].data_ptr():
+            own[0].copy_(own[1])
+        for wait in waits:
+            wait()
+
+    def start(
+        self, team: Team, sends: list[Message], recvs: list[Message], longest: int
+    ) -> Sequence[Callable[[], object]]:
+        """Start to exchange messages with other ranks, none of them empty; return what waits for them."""
         raise NotImplementedError
 
     def allgather(self, team: Team, send: Tensor, blocks: Sequence[Tensor]) -> bool:
@@ -158,46 +175,23 @@ class Route:
         return False
 
     def gatherv_sends(self, team: Team, what: Vector, send: Tensor, recv: Tensor | None) -> None:
-        if recv is None:
-            self.exchange(team, _nonempty([(what.root, as_bytes(send))]), [], what.longest)
-        else:
-            blocks = cut(recv, what.counts, what.displs)
-            blocks[what.root].copy_(as_bytes(send))
-            self.exchange(team, [], _others(blocks, what.root), what.longest)
+        blocks = [] if recv is None else cut(recv, what.counts, what.displs)
+        self.exchange(team, [(what.root, as_bytes(send))], enumerate(blocks), what.longest)
 
     def scatterv_sends(self, team: Team, what: Vector, send: Tensor | None, recv: Tensor) -> None:
-        if send is None:
-            self.exchange(team, [], _nonempty([(what.root, as_bytes(recv))]), what.longest)
-        else:
-            blocks = cut(send, what.counts, what.displs)
-            as_bytes(recv).copy_(blocks[what.root])
-            self.exchange(team, _others(blocks, what.root), [], what.longest)
+        blocks = [] if send is None else cut(send, what.counts, what.displs)
+        self.exchange(team, enumerate(blocks), [(what.root, as_bytes(recv))], what.longest)
 
     def allgatherv_sends(self, team: Team, what: Vector, send: Tensor, recv: Tensor) -> None:
-        blocks, send = cut(recv, what.counts, what.displs), as_bytes(send)
-        if send.data_ptr() != blocks[team.rank].data_ptr():
-            blocks[team.rank].copy_(send)
-        sends = [(rank, send) for rank in range(team.size) if rank != team.rank]
-        self.exchange(team, _nonempty(sends), _others(blocks, team.rank), what.longest)
+        blocks = cut(recv, what.counts, what.displs)
+        self.exchange(team, enumerate([as_bytes(send)] * team.size), enumerate(blocks), what.longest)
 
     def alltoallv_sends(self, team: Team, what: Alltoall, send: Tensor, recv: Tensor) -> None:
         sends, recvs = cut(send, what.sendcounts, what.sdispls), cut(recv, what.recvcounts, what.rdispls)
-        recvs[team.rank].copy_(sends[team.rank])
-        self.exchange(team, _others(sends, team.rank), _others(recvs, team.rank), what.longest)
+        self.exchange(team, enumerate(sends), enumerate(recvs), what.longest)
 
 
 def cut(messages: Tensor, counts: Ints, displs: Ints) -> list[Tensor]:
     """Return the messages of all ranks as flat bytes."""
     messages = as_bytes(messages)
     return [messages.narrow(0, start, count) for start, count in zip(displs, counts, strict=True)]
-
-
-def _nonempty(messages: list[Message]) -> list[Message]:
-    """Drop empty messages: both sides know the counts, and post none."""
-    return [(rank, block) for rank, block in messages if block.numel()]
-
-
-def _others(blocks: list[Tensor], me: int) -> list[Message]:
-    """Return the messages of all ranks but `me`, starting after it, so that not all ranks start with the same one."""
-    size = len(blocks)
-    return _nonempty([(rank % size, blocks[rank % size]) for rank in range(me + 1, me + size)])

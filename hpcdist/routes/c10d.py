@@ -7,6 +7,7 @@ next groups, and ranks with different names hang.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -47,13 +48,15 @@ class _C10d(Route):
     def make(self, store: Store, team: Team, timeout: timedelta) -> Any:
         """Create the torch backend. Collective over the team."""
 
-    def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
+    def start(
+        self, team: Team, sends: list[Message], recvs: list[Message], longest: int
+    ) -> Sequence[Callable[[], object]]:
         # Both backends keep the order of messages between two ranks: pieces need no tags.
         if team.size == 1:
-            return
+            return ()
         group = self.group(team)  # collective: also on ranks without messages
         if not sends and not recvs:
-            return
+            return ()
         if group.supports_coalescing:
             group._start_coalescing()
         works = [
@@ -64,8 +67,7 @@ class _C10d(Route):
         ]
         if group.supports_coalescing:
             works = [group._end_coalescing()]
-        for work in works:
-            work.wait()
+        return [work.wait for work in works]
 
 
 class _Gloo(_C10d):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -46,7 +46,9 @@ class _Hdf5(Route):
             file.write([(file.starts[team.rank], as_bytes(send))])
             file.read(list(zip(file.starts, cut(recv, what.counts, what.displs), strict=True)))
 
-    def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
+    def start(
+        self, team: Team, sends: list[Message], recvs: list[Message], longest: int
+    ) -> Sequence[Callable[[], object]]:
         # In the file: the messages of rank 0, then those of rank 1, ...
         table: list[list[tuple[int, int]]] = objects.all_gather_object(
             team.comm, [(dest, block.numel()) for dest, block in sends]
@@ -57,6 +59,7 @@ class _Hdf5(Route):
                 starts = {(source, dest): start for (source, dest, _), start in zip(messages, file.starts, strict=True)}
                 file.write([(starts[team.rank, dest], block) for dest, block in sends])
                 file.read([(starts[source, team.rank], block) for source, block in recvs])
+        return ()
 
 
 class Place(NamedTuple):

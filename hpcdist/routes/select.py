@@ -5,6 +5,7 @@ A route for host memory moves GPU memory through two host buffers, in rounds of 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -109,13 +110,16 @@ class Staged(Route):
             self.route.prepare(team, "allgatherv", Vector.packed(now))(mine, target.memory)
             _copy([(part, host) for host, part in into])
 
-    def exchange(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> None:
+    def start(
+        self, team: Team, sends: list[Message], recvs: list[Message], longest: int
+    ) -> Sequence[Callable[[], object]]:
         source, target = _Host([block for _, block in sends]), _Host([block for _, block in recvs])
         for start, step in _rounds(longest, team.size):
             out, into = source.round(start, step), target.round(start, step)
             _copy(out)
             self.route.exchange(team, _messages(sends, out), _messages(recvs, into), min(step, longest - start))
             _copy([(part, host) for host, part in into])
+        return ()
 
 
 def _messages(whole: list[Message], now: list[Pair]) -> list[Message]:
