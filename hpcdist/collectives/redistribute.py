@@ -167,14 +167,18 @@ class Redistribute(Plannable):
             return y, source, *messages
 
         y, source, messages, buffer = results.allocate(self.name, team, self.sizes, make, self.agreed)
-        for box, into in zip(moves.source.own, moves.dest.own, strict=True):
-            copyable(y[into.slices()]).copy_(copyable(source[box.slices()]))
+
+        def copy_own() -> None:
+            for box, into in zip(moves.source.own, moves.dest.own, strict=True):
+                copyable(y[into.slices()]).copy_(copyable(source[box.slices()]))
+
         if moves.longest:
             if self.transfer is None:
                 self.messages = "alltoallv", moves.messages(moves.source, source, messages, moves.dest, y, buffer)
-            self.carry(team, messages, buffer)
+            self.carry(team, messages, buffer, copy_own)
             moves.dest.unpack(buffer, y)
         else:
+            copy_own()
             self.chosen(team)  # for the trace
         return y
 

@@ -115,7 +115,7 @@ class Plannable(Operation):
 
     shared = False
     number = 0
-    transfer: tuple[str, Callable[[Any, Any], None]] | None = None
+    transfer: tuple[str, Callable[..., None]] | None = None
     messages: tuple[str, Vector | Alltoall]
     sizes: Sequence[int]
     sent: Tensor | None
@@ -173,14 +173,14 @@ class Plannable(Operation):
         """Return the route of the data. Collective, after plan(); raises the same on all ranks."""
         return select.agreed(self.name, self.route, team, self.agreed.kinds)
 
-    def carry(self, team: Team, send: Tensor | None, recv: Tensor | None) -> None:
+    def carry(self, team: Team, send: Tensor | None, recv: Tensor | None, *meanwhile: Callable[[], object]) -> None:
         """Carry out `messages` by the route, which a repeated call does not choose again. Collective."""
         if self.transfer is None:
             route = self.chosen(team)
             self.transfer = route.name, route.prepare(team, *self.messages)
         route_name, transfer = self.transfer
         activity.took(route_name)
-        transfer(send, recv)
+        transfer(send, recv, *meanwhile)
 
     def forward(self, team: Team) -> Tensor | None:
         result = None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hpcdist.comm import window
 from hpcdist.comm.messages import memory, pieces, start
-from hpcdist.comm.route import Alltoall, Message, Method, Route, Vector, cut
+from hpcdist.comm.route import Alltoall, Message, Method, Route, Vector, cut, nothing, others
 from hpcdist.comm.tuning import ALGORITHMS
 from hpcdist.control import objects
 from hpcdist.layout import limits
@@ -55,7 +55,9 @@ class Mpi(Route):
     def usable(self, team: Team, algorithm: str, total: int, largest: int) -> bool:
         if algorithm == "window":
             return not self._on_gpu and team.windows.problem is None
-        return algorithm not in ("mpi", "typed") or total <= LIMIT
+        if algorithm == "typed":
+            return largest <= limits.PIECE  # each arrives in one piece
+        return algorithm != "mpi" or total <= LIMIT
 
     def receives_boxes(self, team: Team, total: int, largest: int) -> bool:
         return not self._on_gpu and self.rule(team, "alltoallv", total, largest).algorithm == "typed"
@@ -93,27 +95,35 @@ class Mpi(Route):
         if not window.in_rounds(team, as_bytes(send), cut(recv, what.counts, what.displs)):
             self.allgatherv_sends(team, what, send, recv)
 
-    def alltoallv_mpi(self, team: Team, what: Alltoall, send: Tensor, recv: Tensor) -> None:
+    def alltoallv_mpi(
+        self, team: Team, what: Alltoall, send: Tensor, recv: Tensor, meanwhile: Callable[[], object] = nothing
+    ) -> None:
+        meanwhile()
         team.comm.Alltoallv(
             [memory(send), what.sendcounts, what.sdispls, MPI.BYTE],
             [memory(recv), what.recvcounts, what.rdispls, MPI.BYTE],
         )
 
-    def alltoallv_typed(self, team: Team, what: Alltoall, send: Tensor, recv: Tensor) -> None:
-        counts, displs, types = what.recvcounts, what.rdispls, [MPI.BYTE] * team.size
-        made = []
-        if what.boxes:  # of bytes, so that the types of both sides match
-            counts, displs = list(map(bool, counts)), [0] * team.size
-            for rank in filter(counts.__getitem__, range(team.size)):
-                [box] = what.boxes[rank]
-                shape, extents, at = ([*of[:-1], of[-1] * recv.itemsize] for of in (recv.shape, box.shape, box.offset))
-                types[rank] = MPI.BYTE.Create_subarray(shape, extents, at).Commit()
-                made.append(types[rank])
+    def alltoallv_typed(
+        self, team: Team, what: Alltoall, send: Tensor, recv: Tensor, meanwhile: Callable[[], object] = nothing
+    ) -> None:
+        if what.boxes is None:
+            self.alltoallv_sends(team, what, send, recv, meanwhile)
+            return
+        sends = others(team, enumerate(cut(send, what.sendcounts, what.sdispls)))
+        made: dict[int, MPI.Datatype] = {}
+        for rank in filter(what.recvcounts.__getitem__, range(team.size)):
+            [box] = what.boxes[rank]  # of bytes, so that the types of both sides match
+            shape, extents, at = ([*of[:-1], of[-1] * recv.itemsize] for of in (recv.shape, box.shape, box.offset))
+            made[rank] = MPI.BYTE.Create_subarray(shape, extents, at).Commit()
         try:
-            sends = [memory(send), what.sendcounts, what.sdispls, [MPI.BYTE] * team.size]
-            team.comm.Alltoallw(sends, [memory(recv), counts, displs, types])
+            requests = [team.comm.Irecv([memory(recv), 1, datatype], rank) for rank, datatype in made.items()]
+            requests += start(team.comm, sends, [])
+            meanwhile()
+            for request in requests:
+                request.Wait()
         finally:
-            for datatype in made:
+            for datatype in made.values():
                 datatype.Free()
 
 

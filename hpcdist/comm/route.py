@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 Ints = Sequence[int]
 Message = tuple[int, Tensor]  # (a rank of the team, the bytes to send to it or to receive from it)
+
+
+def nothing() -> None:
+    """Do nothing."""
 
 
 class Alltoall(NamedTuple):
@@ -122,13 +126,14 @@ class Route:
         """Return whether an algorithm can carry these messages. The same on all ranks; sends always can."""
         return True
 
-    def prepare(self, team: Team, operation: str, what: Vector | Alltoall) -> Callable[[Any, Any], None]:
+    def prepare(self, team: Team, operation: str, what: Vector | Alltoall) -> Callable[..., None]:
         """Choose the algorithm of an operation, and return the function of `send` and `recv` that carries it out.
 
         - gatherv: `send` of rank i (counts[i] bytes) to ``recv[displs[i]:]`` of the root.
         - scatterv: ``send[displs[i]:]`` of the root (counts[i] bytes) to `recv` of rank i.
         - allgatherv: `send` of rank i (counts[i] bytes), which may lie there already, to ``recv[displs[i]:]`` of all.
-        - alltoallv: ``send[sdispls[j]:]`` of rank i (sendcounts[j] bytes) to ``recv[rdispls[i]:]`` of rank j.
+        - alltoallv: ``send[sdispls[j]:]`` of rank i (sendcounts[j] bytes) to ``recv[rdispls[i]:]`` of rank j. Another
+          argument, `meanwhile`, is what this rank copies itself, while the messages travel where it can.
 
         What only the root has is None elsewhere.
         """
@@ -137,22 +142,26 @@ class Route:
             what = what._replace(segment=rule.segment)
         return partial(getattr(self, f"{operation}_{rule.algorithm}"), team, what)
 
-    def exchange(self, team: Team, sends: Iterable[Message], recvs: Iterable[Message], longest: int) -> None:
+    def exchange(
+        self,
+        team: Team,
+        sends: Iterable[Message],
+        recvs: Iterable[Message],
+        longest: int,
+        meanwhile: Callable[[], object] = nothing,
+    ) -> None:
         """Send and receive separate messages concurrently, directly from and into their memory, and wait for them.
 
         A pair of ranks exchanges at most one message in each direction. The message of a rank to itself is copied
-        while the others travel. `longest` is the size of the longest message of all ranks.
+        while the others travel; so is what `meanwhile` copies. `longest` is the size of the longest message of all
+        ranks.
         """
-        own: list[Tensor] = []
-        others: list[list[Message]] = []
-        for messages in (recvs, sends):
-            # Empty messages are not sent: both sides know the counts. Not all ranks start with the same one.
-            of = {(rank - team.rank) % team.size: (rank, block) for rank, block in messages if block.numel()}
-            own += [of.pop(0)[1]] if 0 in of else []
-            others.append([of[distance] for distance in sorted(of)])
-        waits = self.start(team, others[1], others[0], longest)
-        if own and own[0].data_ptr() != own[1].data_ptr():
-            own[0].copy_(own[1])
+        sends, recvs = list(sends), list(recvs)
+        own, place = (dict(of).get(team.rank) for of in (sends, recvs))
+        waits = self.start(team, others(team, sends), others(team, recvs), longest)
+        if own is not None and place is not None and place.data_ptr() != own.data_ptr():
+            place.copy_(own)
+        meanwhile()
         for wait in waits:
             wait()
 
@@ -186,12 +195,23 @@ class Route:
         blocks = cut(recv, what.counts, what.displs)
         self.exchange(team, enumerate([as_bytes(send)] * team.size), enumerate(blocks), what.longest)
 
-    def alltoallv_sends(self, team: Team, what: Alltoall, send: Tensor, recv: Tensor) -> None:
+    def alltoallv_sends(
+        self, team: Team, what: Alltoall, send: Tensor, recv: Tensor, meanwhile: Callable[[], object] = nothing
+    ) -> None:
         sends, recvs = cut(send, what.sendcounts, what.sdispls), cut(recv, what.recvcounts, what.rdispls)
-        self.exchange(team, enumerate(sends), enumerate(recvs), what.longest)
+        self.exchange(team, enumerate(sends), enumerate(recvs), what.longest, meanwhile)
 
 
 def cut(messages: Tensor, counts: Ints, displs: Ints) -> list[Tensor]:
     """Return the messages of all ranks as flat bytes."""
     messages = as_bytes(messages)
     return [messages.narrow(0, start, count) for start, count in zip(displs, counts, strict=True)]
+
+
+def others(team: Team, messages: Iterable[Message]) -> list[Message]:
+    """Return the messages of other ranks, starting after this one, so that not all ranks start with the same one.
+
+    Empty ones are not sent: both sides know the counts.
+    """
+    found = [(rank, block) for rank, block in messages if rank != team.rank and block.numel()]
+    return sorted(found, key=lambda message: (message[0] - team.rank) % team.size)

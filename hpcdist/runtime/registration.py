@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hpcdist.comm.team import Settings, Team
 
 NAME = "mpi"
+OWN = "mpi4py" if dist.is_mpi_available() else NAME  # the name of this backend: torch's own keeps its name
 PLUGINS = hasattr(
     torch._C._distributed_c10d, "PreHookArgs"
 )  # a class in Python may be one of several backends of a group
@@ -120,7 +121,7 @@ class Host:
         of_host = [part for part in asked.split(",") if part.endswith("gloo")]
         if not of_host or (not PLUGINS and of_host != asked.split(",")):
             return backend
-        return asked.replace("gloo", NAME) if PLUGINS else NAME
+        return asked.replace("gloo", OWN) if PLUGINS else OWN
 
     def close(self) -> None:
         """Let no more groups be made: the world ends."""
@@ -156,12 +157,11 @@ host = Host()
 def register() -> None:
     """Register the backend with torch.distributed; a second call does nothing."""
     backends: Any = dist.Backend
-    names = ("mpi4py",) if dist.is_mpi_available() else (NAME, "mpi4py")  # torch's own keeps its name
-    for name in names:
+    for name in {OWN, "mpi4py"}:
         if name.upper() not in backends._plugins:
             devices = ["cpu", accelerator.KIND]
             backends.register_backend(name, partial(_create, name), extended_api=True, devices=devices)
-    if NAME in names and type(backends.MPI) is str:
+    if OWN == NAME and type(backends.MPI) is str:
         backends.MPI = _Name(NAME)
     handlers = torch_rendezvous._rendezvous_handlers
     if handlers["env"] is torch_rendezvous._env_rendezvous_handler:
@@ -206,8 +206,8 @@ def default_backend(own_gpus: bool) -> str:
     example, it does not coalesce messages. Therefore jobs on GPUs keep gloo for host memory there.
     """
     if not own_gpus:
-        return NAME
-    return f"cpu:{NAME if PLUGINS else 'gloo'},{accelerator.KIND}:{accelerator.LIBRARY}"
+        return OWN
+    return f"cpu:{OWN if PLUGINS else 'gloo'},{accelerator.KIND}:{accelerator.LIBRARY}"
 
 
 def leave() -> None:
@@ -273,7 +273,7 @@ def _create(name: str, options: Any, backend_options: Any = None) -> Any:
     comm = _world(timeout)
     if not ranks:
         _check_place(options.group_rank, options.group_size, comm)
-    elif timeout == torch_rendezvous.default_pg_timeout:
+    if timeout == torch_rendezvous.default_pg_timeout:  # the program asks for none
         timeout = host.settings.timeout
     tag = sum(options.group_id.encode())
     team = team_of(comm, host.settings, range(comm.size), ranks or None, tag)

@@ -297,7 +297,8 @@ def init(
 
 def _begin(timeout: timedelta) -> None:
     """Make a world for a program that starts torch.distributed without init(). Collective over all ranks."""
-    _make(Asked(device="cpu", timeout=timeout), implicit=True)
+    asked = None if timeout == registration.torch_rendezvous.default_pg_timeout else timeout
+    _make(Asked(device="cpu", timeout=asked), implicit=True)
 
 
 def prepare(bind: str | None) -> World:

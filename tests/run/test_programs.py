@@ -133,11 +133,13 @@ def test_a_rank_that_fails_ends_the_job(body, status, printed, tmp_path):
         assert re.search(r"^\[rank1\]: +File .*program.py", done.err, re.MULTILINE), done.err
 
 
-def test_a_rank_that_does_not_reach_a_group_is_named(tmp_path):
-    body = """
+@pytest.mark.parametrize("before", ["", 'dist.init_process_group("mpi")'])
+def test_a_rank_that_does_not_reach_a_group_is_named(before, tmp_path):
+    body = f"""
     import time
+    {before}
     if os.environ["RANK"] == "1": time.sleep(600)
-    dist.init_process_group("gloo")
+    dist.barrier() if dist.is_initialized() else dist.init_process_group("gloo")
     """
     done = job(2, tmp_path, body, HPCDIST_TIMEOUT="3")
     assert done.status == 1
