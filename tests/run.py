@@ -44,7 +44,7 @@ RUNS = {
 }
 DEFAULT = list(RUNS)
 RUNS["quick"] = ("mpich", 2, f"{VERBS} tests/layout tests/validation", "")
-for of in ("newest", "openmpi5", "impi", "torch214", "torch215"):  # make test-versions
+for of in "newest openmpi5 impi torch214 torch215".split():  # make test-versions
     RUNS |= {f"{of}-np2": (of, 2, "", ""), f"{of}-jobs": (of, 0, FILES, "")}
 
 

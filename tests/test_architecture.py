@@ -2,12 +2,12 @@
 
 import ast
 import re
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+from launch import run
 
 import hpcdist
 from hpcdist.__main__ import COMMANDS
@@ -118,9 +118,9 @@ for name in {commands}:
     importlib.import_module(name)
 print({{"mpi4py.MPI", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor"}} & set(sys.modules))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run([sys.executable, "-c", code])
     assert len(commands) > 15
-    assert (done.stdout.split(), done.returncode) == (["set()", "set()"], 0), done
+    assert (done.out.split(), done.status) == (["set()", "set()"], 0), done
 
 
 def _reads_environment(path):

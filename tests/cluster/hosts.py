@@ -31,10 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from launch import DEADLINE, Job, communicate, launcher, python as forked
+from launch import DEADLINE, Job, communicate, launcher, python as forked, start
 from settings import ROOT_AND_MORE
-
-from hpcdist.comm.launcher import without_launcher
 
 TESTS = Path(__file__).resolve().parent.parent
 NETWORK = "10.77.0.0/24"
@@ -178,17 +176,8 @@ class Hosts:
         """Start a command on a host; `env` is added to our environment."""
         self._started += 1
         mark = f"{self.folder.name}.{self._started}"
-        process = subprocess.Popen(
-            [*self._inside(host), "sh", "-c", 'cd "$0" && exec "$@"', str(cwd or self.folder), *map(str, command)],
-            env={**without_launcher(os.environ), "OMP_NUM_THREADS": "1", **(env or {}), _MARK: mark},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        return Started(process, mark)
+        words = ["sh", "-c", 'cd "$0" && exec "$@"', str(cwd or self.folder), *map(str, command)]
+        return Started(start([*self._inside(host), *words], env={**(env or {}), _MARK: mark}), mark)
 
     def run(self, *what, **how):
         """As :meth:`start`, to its end; an AssertionError, after it was ended, if it takes too long."""

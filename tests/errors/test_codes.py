@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from launch import run
 
 import hpcdist
 from hpcdist.errors import (
@@ -187,6 +188,6 @@ def test_it_needs_neither_torch_nor_mpi(tmp_path):
         (tmp_path / f"{name}.py").write_text("raise ImportError('broken')")
     for pipe in ("", " | head -1"):
         code = f"PYTHONPATH={tmp_path}:{ROOT.parent} {sys.executable} -m hpcdist explain HD102{pipe}"
-        done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60)
-        assert (done.returncode, done.stderr) == (0, ""), done
-        assert done.stdout.startswith("# HD102: ")
+        done = run(["bash", "-c", code])
+        assert (done.status, done.err) == (0, ""), done
+        assert done.out.startswith("# HD102: ")

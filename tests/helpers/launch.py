@@ -144,19 +144,24 @@ def communicate(process, seconds=DEADLINE):
                 raise
 
 
-def run(command, cwd=None, env=None):
-    """Run a command as the leader of its own session, and end that whole session if the deadline passes."""
-    with subprocess.Popen(
+def start(command, cwd=None, env=None, stderr=subprocess.PIPE):
+    """Start a command as the leader of its own session; `env` is added to our environment."""
+    return subprocess.Popen(
         command,
         cwd=cwd,
         env={**without_launcher(os.environ), "OMP_NUM_THREADS": "1", **(env or {})},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         errors="replace",
         start_new_session=True,
-    ) as process:
+    )
+
+
+def run(*what, **how):
+    """As :func:`start`, to its end; its whole session is ended if the deadline passes."""
+    with start(*what, **how) as process:
         try:
             out, err = communicate(process)
         except subprocess.TimeoutExpired as late:

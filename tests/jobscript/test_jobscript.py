@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launch import Job, run
 from mpi4py import MPI
 
 from hpcdist import jobscript
@@ -125,10 +126,9 @@ def test_salloc_gets_the_options_as_sbatch_reads_them(tmp_path):
     end = ["-p", "debug", "--comment=two words", "--hold", "--mail-user=a b", "bash", str(script), "python", "a b.py"]
     for given, status in ((text, 0), (text.replace("'a b'", "'a b"), 1)):
         script.write_text(given)
-        environ = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-        done = subprocess.run(["bash", script, *end[-2:]], env=environ, capture_output=True, text=True, timeout=60)
-        words = done.stdout.splitlines()
-        assert done.returncode == status
+        done = run(["bash", script, *end[-2:]], env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
+        words = done.out.splitlines()
+        assert done.status == status
         assert status or words[:2] == ["--job-name=hpcdist-interactive", "--nodes=2"]
         assert words[-len(end) :] == ([] if status else end)
 
@@ -142,8 +142,8 @@ def test_a_launcher_that_is_none_is_refused(tmp_path):
     (tmp_path / "srun").chmod(0o755)
     path = f"{tmp_path}:{Path(sys.executable).parent}:/usr/bin:/bin"
     environ |= {"PATH": path, "HPCDIST_LAUNCHER": "pigeon", "SLURM_JOB_NODELIST": "n1"}
-    done = subprocess.run(["bash", "job"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "HPCDIST_LAUNCHER=pigeon: expected srun or mpirun" in done.stderr, done
+    done = run(["bash", "job"], tmp_path, environ)
+    assert done.status == 2 and "HPCDIST_LAUNCHER=pigeon: expected srun or mpirun" in done.err, done
 
 
 def test_shellcheck_finds_nothing():
@@ -242,8 +242,7 @@ def test_the_command_writes_a_file_and_needs_no_mpi(tmp_path):
         "runpy.run_module('hpcdist.jobscript', run_name='__main__')\n"
         "sys.exit('mpi4py' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert run([sys.executable, "-c", code], tmp_path) == Job(0, "", "")
     assert (tmp_path / "x.sbatch").read_text() == write(Shape(nodes=3))
 
 

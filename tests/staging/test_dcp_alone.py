@@ -1,11 +1,10 @@
 """Checkpoints without MPI: in processes that torch starts itself, over gloo, on the ShardedTensors of torch's tests."""
 
-import subprocess
 import textwrap
 
 import pytest
 import torch
-from launch import python
+from launch import python, run
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
@@ -75,10 +74,8 @@ def test_sharded_tensors_of_any_plan_without_mpi(tmp_path):
     """Shards of each plan are saved, and load into those of others; also from the process that async_save starts."""
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
-    done = subprocess.run(
-        [*python(), str(program), str(tmp_path)], capture_output=True, text=True, timeout=110, check=False
-    )
-    assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stdout + done.stderr[-3000:]
+    done = run([*python(), str(program), str(tmp_path)])
+    assert (done.status, done.out.count("done")) == (0, 2), done.out + done.err[-3000:]
     left = {path.name for path in tmp_path.iterdir()} - {"program.py", "store"}  # torch may delete the store
     assert left == {"0.h5", "1.h5", "a.h5"}
 

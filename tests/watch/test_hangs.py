@@ -3,12 +3,11 @@
 import os
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from launch import DEADLINE, launcher, mpirun, python, slowness
+from launch import DEADLINE, launcher, mpirun, python, slowness, start
 
 PROGRAM = Path(__file__).with_name("hanging.py")
 
@@ -164,19 +163,8 @@ def test_calls_that_take_long_and_a_signal_that_prints_the_table(tmp_path):
     """The batch system suspends the job for longer than the deadline: nobody has waited meanwhile. Whoever gets the
     signal, the table is printed once, and the job goes on."""
     said, title = tmp_path / "err", "hpcdist: the calls of all ranks"
-    with (
-        said.open("w") as err,
-        subprocess.Popen(
-            [*launcher(3), *python(), "-u", "-c", LONG],
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROGRAM.parent)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=err,
-            text=True,
-            start_new_session=True,
-        ) as job,
-    ):
+    command, env = [*launcher(3), *python(), "-u", "-c", LONG], {"PYTHONPATH": str(PROGRAM.parent)}
+    with said.open("w") as err, start(command, tmp_path, env, stderr=err) as job:
         pids = sorted(map(str.split, _lines(job, "rank", 3)))
         ranks = [int(words[-1]) for words in pids]
         _lines(job, "saved", 3)
