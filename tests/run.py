@@ -44,7 +44,7 @@ RUNS = {
 }
 DEFAULT = list(RUNS)
 RUNS["quick"] = ("mpich", 2, f"{VERBS} tests/layout tests/validation", "")
-for of in "newest openmpi5 impi torch214 torch215".split():  # make test-versions
+for of in ("newest", "openmpi5", "impi", "torch214", "torch215"):  # make test-versions
     RUNS |= {f"{of}-np2": (of, 2, "", ""), f"{of}-jobs": (of, 0, FILES, "")}
 
 
@@ -83,7 +83,7 @@ if __name__ == "__main__":
     LOGS.mkdir(parents=True)
     for needed in dict.fromkeys(RUNS[name][0] for name in names):  # those that come later are made meanwhile
         subprocess.Popen([ROOT / ".ci" / "environment", needed, "test"], stdout=subprocess.DEVNULL)
-    lanes = {True: ThreadPoolExecutor(1), False: ThreadPoolExecutor(2)}  # of ranks; of jobs, many of which wait
+    lanes = ThreadPoolExecutor(2), ThreadPoolExecutor(1)  # of jobs, many of which wait; of ranks
     ended = [lanes[RUNS[name][1] > 0].submit(execute, name) for name in names]
     passed, failed = (sum(numbers) for numbers in zip(*(one.result() for one in ended), strict=True))
     left_out = [path.read_text() for path in ROOT.glob(".venv/*/left-out")]
