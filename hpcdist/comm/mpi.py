@@ -26,7 +26,7 @@ from hpcdist.tensors.storage import as_bytes
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
-LIMIT = 2**31 - 1  # bytes: counts and displacements are C ints in every MPI before 4.0, Open MPI 5.0 included
+LIMIT = 2**31 - 1  # bytes: counts, displacements and a type's extents are C ints before MPI 4.0, and in Open MPI 5.0
 
 
 class Mpi(Route):
@@ -55,9 +55,9 @@ class Mpi(Route):
     def usable(self, team: Team, algorithm: str, total: int, largest: int) -> bool:
         if algorithm == "window":
             return not self._on_gpu and team.windows.problem is None
-        if algorithm == "typed":
-            return largest <= limits.PIECE  # each arrives in one piece
-        return algorithm != "mpi" or total <= LIMIT
+        if algorithm == "typed" and largest > limits.PIECE:  # each arrives in one piece
+            return False
+        return algorithm not in ("mpi", "typed") or total <= LIMIT
 
     def receives_boxes(self, team: Team, total: int, largest: int) -> bool:
         return not self._on_gpu and self.rule(team, "alltoallv", total, largest).algorithm == "typed"

@@ -18,13 +18,7 @@ from hpcdist.runtime.world import team_of
 
 pytestmark = pytest.mark.once
 
-RULES = {
-    "allgatherv": [
-        Rule(100, 0, "sends"),
-        Rule(100, 4, "ring", 64),
-        Rule(1000, 0, "mpi"),
-    ],
-}
+RULES = {"allgatherv": [Rule(100, 0, "sends"), Rule(100, 4, "ring", 64), Rule(1000, 0, "mpi")]}
 ROW = {"nodes": 1, "ranks_per_node": 2, "total": 0, "skew": 0, "algorithm": "mpi", "segment": 0}
 US = Sample("allgatherv", 0, 1, {"ring": 10, "mpi": 20})
 CODE = """
@@ -62,7 +56,8 @@ def test_the_rule_of_the_largest_total_and_then_skew_is_taken():
     assert rules.choose("allgatherv", 100, 50).segment == 64
     # Where an algorithm cannot be, the next one is taken.
     assert rules.choose("allgatherv", 100, 50, lambda name: name != "ring").algorithm == "sends"
-    assert rules.choose("gatherv", 100, 50, lambda name: name != "mpi").algorithm == "sends"
+    # MPI may count in C ints: the data of a collective, and the extents of a type.
+    assert not any(mpi.MPI_ROUTE.usable(None, name, 1e10, 1) for name in ("mpi", "typed"))
 
 
 def test_a_ring_of_many_ranks_needs_data_for_its_steps():
@@ -194,7 +189,7 @@ def test_a_forced_redistribute_is_right(world, rank, size, findings, algorithm):
         for src, dst in itertools.permutations(layouts, 2):
             x, expected = (hd.local(whole, layout).clone() for layout in (src, dst))
             said = hd.plan(hd.redistribute, x, src, dst, group=group)
-            findings.check(size == 1 or said.methods[0] in tuning.ALGORITHMS["alltoallv"].values(), said)
+            findings.check(size == 1 or said.methods[0] == tuning.ALGORITHMS["alltoallv"][algorithm], said)
             findings.same(hd.redistribute(x.requires_grad_(), src, dst, group=group), expected, f"{src} to {dst}")
             out = torch.empty(expected.shape[::-1] if rank == 0 else expected.shape, dtype=x.dtype)
             out = out.permute(2, 1, 0) if rank == 0 else out
