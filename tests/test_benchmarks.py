@@ -109,10 +109,10 @@ def test_start_up_in_prose(made):
 
 def test_small_calls_beside_mpi_that_exchanges_the_sizes(made):
     """README's sentence on calls of 8 B, on 2 and 4 ranks, with both MPIs."""
-    assert "`concat` of 8 B is faster than that, and its `split` slower" in " ".join(
+    assert "`concat` of 8 B is about as fast or faster, and its `split` slower" in " ".join(
         (ROOT / "README.md").read_text().split()
     )
     ways = made.results.MPI4PY_NEW, made.results.HPCDIST_NEW
     for verb, faster in (("concat", True), ("split", False)):
         cases = [r.case(8, "even") for r in made.records if r.verb == verb and r.world_size in made.report.RANKS]
-        assert [made.results.ratio(case, *ways).median > 1 for case in cases] == [faster] * 4
+        assert [made.results.ratio(case, *ways).median > 0.95 for case in cases] == [faster] * 4
