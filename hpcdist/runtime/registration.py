@@ -157,7 +157,7 @@ host = Host()
 def register() -> None:
     """Register the backend with torch.distributed; a second call does nothing."""
     backends: Any = dist.Backend
-    for name in {OWN, "mpi4py"}:
+    for name in (OWN, "mpi4py"):
         if name.upper() not in backends._plugins:
             devices = ["cpu", accelerator.KIND]
             backends.register_backend(name, partial(_create, name), extended_api=True, devices=devices)
