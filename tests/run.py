@@ -16,7 +16,7 @@ LOGS = ROOT / "build" / "test-logs"
 CORES = sorted(os.sched_getaffinity(0))
 HALF = ",".join(map(str, CORES[: max(1, len(CORES) // 2)]))
 # A run ends with this process, or after an hour.
-LIMIT = ("setpriv", "--pdeathsig", "TERM", "timeout", "--foreground", "-k", "20", "3600")
+LIMIT = ("setpriv", "--pdeathsig", "TERM", "timeout", "--foreground", "-k20", "3600")
 WAIT = "tests/doctor tests/process tests/runtime tests/watch"  # jobs that mostly wait for a deadline
 REST = "--ignore=" + WAIT.replace(" ", " --ignore=")
 VERBS = "tests/collectives tests/p2p tests/comm/test_context.py"

@@ -18,7 +18,7 @@ PROGRAM = """
     import hpcdist.tune as tune
     from hpcdist.runtime.timing import Timing
 
-    SENDS = {"concat": [0.5] * 5, "gather": [0.96] * 5, "split": [0.6, 0.7, 0.8, 1.3, 1.4], "redistribute": [2] * 5}
+    SENDS = {"concat": [0.5] * 5, "gather": [0.96] * 5, "split": [0.6, 0.7, 0.8, 1.3, 1.4], "redistribute": [1] * 5}
 
     def made_up(contenders, case, rounds, seconds):
         for contender in contenders:
