@@ -77,7 +77,7 @@ class Host:
     Attributes:
         comm, team: communicator of all ranks, in torch's order, and their team; None while there is no world.
         settings: those of the world.
-        begin: makes a world for a program that has called torch alone, given the deadline.
+        begin: makes a world for a program that has called torch alone, given the deadline if it has asked for one.
         variables: returns the environment.
         by_mpi: whether groups have this package's backend where the program asks for gloo.
     """
@@ -86,7 +86,7 @@ class Host:
     team: Team | None = None
     by_mpi = False
     settings: Settings
-    begin: Callable[[timedelta], None]
+    begin: Callable[[timedelta | None], None]
     variables: Callable[[], MutableMapping[str, str]]
 
     def __init__(self) -> None:
@@ -250,9 +250,14 @@ def _rendezvous(url: str, timeout: timedelta = torch_rendezvous.default_pg_timeo
 def _world(timeout: timedelta) -> MPI.Intracomm:
     """Return the communicator of all ranks; make a world unless there is one. Collective then."""
     if host.comm is None:
-        host.begin(timeout)
+        host.begin(_asked(timeout))
     assert host.comm is not None
     return host.comm
+
+
+def _asked(timeout: timedelta) -> timedelta | None:
+    """Return the deadline for which the program asks; None if it is torch's default."""
+    return None if timeout == torch_rendezvous.default_pg_timeout else timeout
 
 
 def _create(name: str, options: Any, backend_options: Any = None) -> Any:
@@ -273,7 +278,7 @@ def _create(name: str, options: Any, backend_options: Any = None) -> Any:
     comm = _world(timeout)
     if not ranks:
         _check_place(options.group_rank, options.group_size, comm)
-    if timeout == torch_rendezvous.default_pg_timeout:  # the program asks for none
+    if _asked(timeout) is None:
         timeout = host.settings.timeout
     tag = sum(options.group_id.encode())
     team = team_of(comm, host.settings, range(comm.size), ranks or None, tag)

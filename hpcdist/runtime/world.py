@@ -295,10 +295,9 @@ def init(
     return _make(asked)
 
 
-def _begin(timeout: timedelta) -> None:
+def _begin(timeout: timedelta | None) -> None:
     """Make a world for a program that starts torch.distributed without init(). Collective over all ranks."""
-    asked = None if timeout == registration.torch_rendezvous.default_pg_timeout else timeout
-    _make(Asked(device="cpu", timeout=asked), implicit=True)
+    _make(Asked(device="cpu", timeout=timeout), implicit=True)
 
 
 def prepare(bind: str | None) -> World:
