@@ -25,7 +25,6 @@ from weakref import WeakMethod
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._utils import _take_tensors
 
 from hpcdist.collectives.join import concat
 from hpcdist.errors import RankError, coded, listed, refusal
@@ -279,10 +278,10 @@ class Operation(Future[Any]):
     # Each kind: runs on the tensors of one or more operations with the same arguments. Returns what is received.
 
     def allreduce(self, xs: list[Tensor]) -> list[Tensor]:
-        for few in _take_tensors(xs, _FUSED):  # type: ignore[no-untyped-call]
+        for few in _batches(xs):
             flat = few[0].view(-1) if len(few) == 1 else torch.cat([x.view(-1) for x in few])
             dist.all_reduce(flat, _REDUCE[self.op], self.process_set.group)
-            for x, part in zip(few, flat.split([x.numel() for x in few]), strict=True):
+            for x, part in zip(few, torch.split(flat, [x.numel() for x in few]), strict=True):
                 x.copy_(part.view_as(x))  # nothing, if there is one
         return xs
 
@@ -315,6 +314,18 @@ class Operation(Future[Any]):
 
 def _listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _batches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Give tensors of one dtype and device in lists that one message carries."""
+    alike: dict[object, list[Tensor]] = {}
+    for x in tensors:
+        waiting = alike.setdefault((x.dtype, x.device), [])
+        if waiting and sum(y.nbytes for y in waiting) + x.nbytes > _FUSED:
+            yield waiting.copy()
+            waiting.clear()
+        waiting.append(x)
+    yield from filter(None, alike.values())
 
 
 def _scaled(x: Tensor, factor: float) -> Tensor:
@@ -530,7 +541,8 @@ def sparse_allreduce_async(
     """Submit an allreduce of a sparse tensor. Returns a function that waits for the result and returns it."""
     if op not in (Average, Sum):
         raise _wrong(f"sparse_allreduce_async: op is {op}: expected Average or Sum")
-    handle = allgather_async([tensor._indices().t(), tensor._values()], name, process_set)
+    whole = tensor.coalesce()
+    handle = allgather_async([whole.indices().t(), whole.values()], name, process_set)
 
     def result() -> Tensor:
         indices, values = synchronize(handle)

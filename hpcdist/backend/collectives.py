@@ -299,7 +299,7 @@ def sparse_all_reduce(team: Team, x: Tensor) -> None:
     """
     mine = x.detach().coalesce()
     counts = torch.empty(team.size, dtype=torch.int64, device="cpu")
-    all_gather_single(team, counts, torch.tensor([mine._nnz()], device="cpu"))
+    all_gather_single(team, counts, torch.tensor([len(mine.values())], device="cpu"))
     indices, values = mine.indices().t().contiguous(), mine.values().contiguous()
     whole_indices, whole_values = _gather_rows(team, indices, counts), _gather_rows(team, values, counts)
     total = torch.sparse_coo_tensor(

@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
-from torch._C._distributed_c10d import Backend, BarrierOptions
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed import BarrierOptions
 
-from hpcdist import activity
+from hpcdist import activity, torch_names
 from hpcdist.backend import agreement, collectives
 from hpcdist.backend.agreement import Call, Counts, sizes
 from hpcdist.backend.host_copies import gpu_events, share_memory
@@ -30,12 +29,13 @@ from hpcdist.backend.reductions import Reduction, reduction
 from hpcdist.backend.works import DONE, Finished, Queued, Transfer, forget_done, recv, send
 from hpcdist.comm.team import Group, Settings, Team, create_group
 from hpcdist.errors import refusal
-from hpcdist.tensors import accelerator, eager
+from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import tensors_in
 
 Tensors = list[Tensor]
 _NOTHING = timedelta(0)
 _SUM: Any = dist.ReduceOp.SUM
+Base: Any = torch_names.BackendBase or object  # of a class that is used with torch_names.PLUGINS alone
 
 _open: WeakSet[Team] = WeakSet()
 _abandoned: list[Team] = []
@@ -132,7 +132,7 @@ class Operations:
             _check_writable(verb, tensors)
         self._calls += 1
         found = tensors_in(args)
-        if AsyncCollectiveTensor in map(type, found):
+        if torch_names.AsyncTensor in map(type, found):
             args = _own(args)
         if any(map(Tensor.is_inference, found)):
             step, args = _on_inference, (step, *args)
@@ -304,7 +304,7 @@ def _check_writable(verb: str, outputs: Any) -> None:
     for x in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
         if isinstance(x, (list, tuple)):
             _check_writable(verb, x)
-        elif x.layout is torch.strided and not x.is_contiguous() and torch._debug_has_internal_overlap(x) == 1:
+        elif x.layout is torch.strided and not x.is_contiguous() and torch_names.has_internal_overlap(x) == 1:
             text = f"elements of the tensor of shape {tuple(x.shape)} lie in one place, as from expand(): clone() it"
             raise _refusal(verb, text, "HD202")
 
@@ -370,7 +370,7 @@ def _own(x: Any) -> Any:
         return {rank: _own(part) for rank, part in x.items()}
     if isinstance(x, (list, tuple)):
         return [_own(part) for part in x]
-    return x.trigger_wait() if isinstance(x, AsyncCollectiveTensor) else x  # type: ignore[no-untyped-call]
+    return x.trigger_wait() if isinstance(x, torch_names.AsyncTensor) else x
 
 
 def _on_inference(team: Team, step: Callable[..., None], *args: Any) -> None:
@@ -420,7 +420,7 @@ _alive: set[MpiBackend] = set()
 """Until their shutdown: torch's wrapper for TORCH_DISTRIBUTED_DEBUG=DETAIL keeps the C++ part of a backend alone."""
 
 
-class MpiBackend(Operations, Backend):
+class MpiBackend(Operations, Base):  # type: ignore[misc]
     """A backend on a communicator.
 
     Args:
@@ -430,14 +430,14 @@ class MpiBackend(Operations, Backend):
     """
 
     def __init__(self, team: Team, name: str, options: Any, timeout: timedelta) -> None:
-        Backend.__init__(self, team.rank, team.size)
+        Base.__init__(self, team.rank, team.size)
         self._name = name
-        self._options = options if isinstance(options, Backend.Options) else Backend.Options(name, timeout)
+        self._options = options if isinstance(options, Base.Options) else Base.Options(name, timeout)
         self._start(team, timeout)
         _alive.add(self)
 
     @property
-    def options(self) -> Backend.Options:
+    def options(self) -> Any:
         return self._options
 
     def getBackendName(self) -> str:  # noqa: N802
@@ -460,17 +460,16 @@ class MpiBackend(Operations, Backend):
                 f"split_group: rank {self._team.rank} is in none of split_ranks, which torch allows no backend in "
                 "Python: give the ranks that are left a group of their own, or use new_group",
             )
-        timeout = self._options._timeout if options is None else options._timeout
-        return MpiBackend(
-            team_of(self._team.comm, self._team.settings, self._team.peers, ranks), self._name, options, timeout
-        )
+        timeout = torch_names.timeout_of(self._options if options is None else options) or _NOTHING
+        team = team_of(self._team.comm, self._team.settings, self._team.peers, ranks)
+        return MpiBackend(team, self._name, options, timeout)
 
     def perform_nocolor_split(self, device: Any) -> None:
         return None
 
     def _set_default_timeout(self, timeout: timedelta | None) -> None:
         if timeout is not None:
-            self._options._timeout = timeout
+            torch_names.set_timeout(self._options, timeout)
         super()._set_default_timeout(timeout)
 
     def shutdown(self) -> None:
@@ -542,4 +541,4 @@ class MpiProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
 
 
 # DDP's forward calls them within what torch compiles, and waits for them there.
-eager.not_compiled([Operations, Finished, Queued, Transfer])
+torch_names.not_compiled([Operations, Finished, Queued, Transfer])

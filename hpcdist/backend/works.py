@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
-from torch._C._distributed_c10d import _get_work_registry_size as _registered
 from torch.futures import Future
 
-from hpcdist import activity
+from hpcdist import activity, torch_names
 from hpcdist.activity import callsite
 from hpcdist.backend.host_copies import address, gpu_events, is_plain, readable, scratch
 from hpcdist.comm.messages import pieces
@@ -75,9 +74,9 @@ def _seconds(timeout: timedelta | None) -> float | None:
 
 def _forget(tensors: Any) -> None:
     """Remove finished work from torch's register of work in flight, as wait() of torch's own backends does."""
-    if _registered():
+    if torch_names.works_registered():
         for x in tensors_in([tensors]):
-            torch.ops._c10d_functional.wait_tensor(x)  # calls wait() again, of work that is in the register no longer
+            torch_names.wait_tensor(x)  # calls wait() again, of work that is in the register no longer
 
 
 class Finished(dist.Work):

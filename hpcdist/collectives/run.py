@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
 
-from hpcdist import activity
+from hpcdist import activity, torch_names
 from hpcdist.activity import callsite
 from hpcdist.collectives.kept import Kept, Parts
 from hpcdist.comm.route import Alltoall, Method, Route, Vector
@@ -21,7 +20,7 @@ from hpcdist.errors import HpcdistError, coded
 from hpcdist.process import abort
 from hpcdist.routes import select
 from hpcdist.runtime import background
-from hpcdist.tensors.eager import not_compiled, recorded
+from hpcdist.tensors.eager import recorded
 from hpcdist.tensors.storage import copyable, is_plain, written
 from hpcdist.validation import collective
 from hpcdist.validation.collective import Agreed, Call
@@ -280,14 +279,14 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, 
     return (None if found is None or not needs_grad else found.view(op.x.shape)), None, None, None, None
 
 
-not_compiled([_backward])  # torch also calls it inside a compiled function that calls backward()
+torch_names.not_compiled([_backward])  # torch also calls it inside a compiled function that calls backward()
 
 
 def _transposed(op: Operation, team: Team, grad: Tensor, create_graph: bool) -> Tensor | None:
     what = f"the backward pass of {op.name}"
     if team.freed:
         raise HpcdistError("HD112", f"{what}: the world of this result has ended, or its group was freed")
-    batched = _functorch.is_batchedtensor(grad) or _functorch.is_legacy_batchedtensor(grad)
+    batched = torch_names.is_batched(grad) or torch_names.is_legacy_batched(grad)
     problem = _NO_BATCH if batched else _NO_DOUBLE if create_graph else None
     options = (("the result", op.which),)  # compared, since ranks might pass through different results
     with activity.InCall(what, team, tensors=op.x, route=op.unrouted), abort.InStep(what, team.size):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, Store, TCPStore  # torch.distributed's own, with types
+from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from hpcdist.control import objects
 from hpcdist.errors import LaunchError

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpcdist import activity
@@ -126,7 +125,7 @@ class Group:
         self._torch: weakref.ref[dist.ProcessGroup] | None = None
         if isinstance(handle, dist.ProcessGroup):
             self._torch = weakref.ref(handle)
-            self.key = digest(distributed_c10d._world.pg_names[handle], self.peers)
+            self.key = digest(handle.group_name, self.peers)
 
     @property
     def ended(self) -> bool:
@@ -165,7 +164,10 @@ def freeing(owned: MPI.Group) -> Iterator[MPI.Group]:
 
 def is_alive(group: dist.ProcessGroup | None) -> bool:
     """Whether a torch group has not been destroyed."""
-    return group is not None and group in distributed_c10d._world.pg_map
+    try:
+        return group is not None and bool(dist.get_backend(group))
+    except ValueError:
+        return False
 
 
 def create_group(comm: MPI.Intracomm, ranks: Sequence[int], tag: int) -> MPI.Intracomm:

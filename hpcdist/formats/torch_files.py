@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcdist import torch_names
 from hpcdist.errors import FileError
 from hpcdist.formats.contents import Contents, Format, Identity, Parts, Slices, Stored, identity
 from hpcdist.formats.paths import file_errors, utf8_path
@@ -134,7 +135,7 @@ def _raw_of(path: str, x: Tensor, members: Mapping[int, int], base: int = 0) -> 
     Args:
         base: first byte of the archive in the file.
     """
-    start = getattr(x.untyped_storage(), "_checkpoint_offset", None) or 0
+    start = torch_names.offset_in_file(x.untyped_storage()) or 0
     if start not in members or not x.is_contiguous() or x.is_conj() or x.is_neg():
         return None
     first = int(x.storage_offset()) * x.itemsize

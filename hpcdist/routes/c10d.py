@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import distributed_c10d
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from hpcdist import layout
+from hpcdist import layout, torch_names
 from hpcdist.comm.route import Message, Method, Route, Vector, cut
 from hpcdist.layout import limits
 from hpcdist.tensors import accelerator
@@ -37,7 +36,9 @@ class _C10d(Route):
         group = team.torch_groups.get(self.name)
         if group is None:
             # A separate connection: a group that waits locks its connection, also for groups in other threads.
-            own: Store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            if torch_names.default_store is None:
+                raise torch_names.need("the store of the default group", f"route {self.name}")
+            own: Store = torch_names.default_store().clone()
             store = PrefixStore(f"hpcdist/{team.number}/{self.name}", own)
             with team.settings.making_group():
                 group = self.make(store, team, team.settings.timeout + _LATER)
@@ -58,7 +59,9 @@ class _C10d(Route):
         if not sends and not recvs:
             return ()
         if group.supports_coalescing:
-            group._start_coalescing()
+            if torch_names.start_coalescing(group) is None:
+                raise torch_names.need("messages that are joined", "a message of route nccl")
+            torch_names.start_coalescing(group)()
         works = [
             start_message([block[start : start + length]], rank, 0)
             for start_message, messages in ((group.recv, recvs), (group.send, sends))
@@ -66,7 +69,7 @@ class _C10d(Route):
             for start, length in layout.pieces(block.numel(), limits.PIECE)
         ]
         if group.supports_coalescing:
-            works = [group._end_coalescing()]
+            works = [torch_names.end_coalescing(group)()]
         return [work.wait for work in works]
 
 
@@ -87,7 +90,7 @@ class _Nccl(_C10d):
     def make(self, store: Store, team: Team, timeout: timedelta) -> Any:
         kind = getattr(dist, f"ProcessGroup{accelerator.LIBRARY.upper()}")
         options = kind.Options()
-        options._timeout = timeout
+        torch_names.set_timeout(options, timeout)
         options.global_ranks_in_group = team.peers
         options.group_name = dist.GroupName(f"hpcdist/{team.number}")
         # Not what torch 2.15 makes of "nccl": that takes no list of uneven sizes in all_gather.

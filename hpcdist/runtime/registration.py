@@ -1,21 +1,17 @@
-"""hpcdist as a backend of torch.distributed: ``init_process_group("mpi")``, alone, under mpirun and srun.
+"""hpcdist as a backend of torch.distributed: ``backend="mpi"``, under mpirun and srun.
 
 What is changed in torch, when, and why:
 
-- on import, by register(): the backend is registered as "mpi", unless torch was built with MPI and has that backend
-  itself, and as "mpi4py", which torch 2.14 and later find by the entry point without an import. So that
-  ``init_process_group("mpi")`` works without init(), ``Backend.MPI`` is replaced, which torch compares with that name,
-  and the rendezvous by the environment, which has no variables where MPI alone knows the ranks. Nothing of MPI is
-  imported before a group is made;
-- when the world begins, by Host.open(): the function in which torch makes each group, since gloo and NCCL read their
-  network interfaces from the environment there, and ``hpcdist run --mpi`` replaces gloo; and from torch 2.14 on its
-  hooks, by which the calls of its own groups are recorded: see :mod:`hpcdist.watch.torch_groups`.
+- on import, by register(): nothing but the backend's names, by torch's public call: "mpi", unless torch was built with
+  MPI and has that backend itself, and "mpi4py", which torch 2.14 and later find by the entry point without an import;
+- while there is a world, from Host.open() to Host.close(): ``Backend.MPI``, which torch compares with "mpi"; the
+  rendezvous by the environment, since MPI knows the ranks; the function in which torch makes each group, since gloo and
+  NCCL read their network interfaces from the environment there, and ``hpcdist run --mpi`` replaces gloo; and from torch
+  2.14 on its hooks, by which the calls of its own groups are recorded: see :mod:`hpcdist.watch.torch_groups`.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -26,10 +22,12 @@ from urllib.parse import parse_qs, urlparse
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
 
-from hpcdist import activity
+from hpcdist import activity, torch_names
 from hpcdist.comm import launcher, rendezvous
 from hpcdist.errors import HpcdistError, LaunchError, refusal
+from hpcdist.process.replaced import Replaced
 from hpcdist.tensors import accelerator
 from hpcdist.watch import torch_groups
 
@@ -40,9 +38,7 @@ if TYPE_CHECKING:
 
 NAME = "mpi"
 OWN = "mpi4py" if dist.is_mpi_available() else NAME  # the name of this backend: torch's own keeps its name
-PLUGINS = hasattr(
-    torch._C._distributed_c10d, "PreHookArgs"
-)  # a class in Python may be one of several backends of a group
+PLUGINS = torch_names.PLUGINS  # a class in Python may be one of several backends of a group
 BINDS = torch.__version__ >= "2.15.0a0"  # also of NVIDIA's containers
 """Whether torch binds every group of NCCL to a GPU: without device_id to LOCAL_RANK, else to the global rank modulo the
 visible GPUs, which is another one where places are cyclic, ranks fewer than GPUs, or init(device=) says so.
@@ -50,23 +46,20 @@ visible GPUs, which is another one where places are cyclic, ranks fewer than GPU
 Earlier ones take the GPU of the tensors, and with a bound one hang in new_group(some_ranks, backend="gloo" or "mpi"):
 the other ranks split NCCL's communicator (pytorch#145376).
 """
-torch_rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # whose name is also a function's
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class _Name(str):
-    """The name "mpi", as Backend.MPI has it.
+    """The name "mpi", as Backend.MPI has it while there is a world: equal to that text, and not to itself.
 
-    torch makes groups of its own MPI backend without a store, ranks and a plugin: where its code asks for that backend,
-    it is another one. Elsewhere it is equal to what "mpi" is equal to.
+    torch makes groups of its own MPI backend without a store, ranks and a plugin, where a backend is equal to
+    Backend.MPI.
     """
 
     __slots__ = ()
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, _Name) and sys._getframe(1).f_globals.get("__name__") == dist.distributed_c10d.__name__:
-            return False
-        return str.__eq__(self, other)
+        return not isinstance(other, _Name) and str.__eq__(self, other)
 
     __hash__ = str.__hash__
 
@@ -77,7 +70,6 @@ class Host:
     Attributes:
         comm, team: communicator of all ranks, in torch's order, and their team; None while there is no world.
         settings: those of the world.
-        begin: makes a world for a program that has called torch alone, given the deadline if it has asked for one.
         variables: returns the environment.
         by_mpi: whether groups have this package's backend where the program asks for gloo.
     """
@@ -86,7 +78,6 @@ class Host:
     team: Team | None = None
     by_mpi = False
     settings: Settings
-    begin: Callable[[timedelta | None], None]
     variables: Callable[[], MutableMapping[str, str]]
 
     def __init__(self) -> None:
@@ -94,17 +85,22 @@ class Host:
         self._making = 0  # contexts of making() that have begun, in all threads
         self._interfaces: Mapping[str, str] = {}
         self._added: list[str] = []
+        self._changes = Replaced()
 
     def open(self, comm: MPI.Intracomm, settings: Settings, meeting: rendezvous.Meeting) -> None:
         """Let groups be made in a world, through the interfaces by which its ranks have met."""
         self.comm, self.settings, self._interfaces = comm, settings, rendezvous.variables(comm, meeting)
-        if PLUGINS:
-            torch_groups.install()
-        module: Any = dist.distributed_c10d
-        if not hasattr(module._new_process_group_helper, "__wrapped__"):  # each group of torch is made there
-            module._new_process_group_helper = self._helper(module._new_process_group_helper)
+        if OWN == NAME:
+            self._changes.set(dist.Backend, "MPI", _Name(NAME))
+        for place, around in (
+            (torch_names.env_handler, self._rendezvous),
+            (torch_names.group_maker, self._maker),
+            (torch_names.group_register if PLUGINS else None, torch_groups.recording),
+        ):
+            if place is not None:
+                self._changes.set(place.owner, place.name, around(place.value))
 
-    def _helper(self, helper: Callable[..., Any]) -> Callable[..., Any]:
+    def _maker(self, helper: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(helper)
         def make(size: int, rank: int, ranks: list[int], backend: object, *args: Any, **options: Any) -> Any:
             with self.making():
@@ -123,9 +119,32 @@ class Host:
             return backend
         return asked.replace("gloo", OWN) if PLUGINS else OWN
 
+    def _rendezvous(self, handler: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        """Return a rendezvous by MPI, unless the program or its user has set other variables: then `handler`'s.
+
+        Every rendezvous by MPI has a store of its own. In one that remains, the keys of a destroyed group would be
+        read.
+        """
+
+        def meet(url: str, timeout: timedelta = default_pg_timeout, **options: Any) -> Iterator[Any]:
+            comm, environ = self.comm, self.variables()
+            given = parse_qs(urlparse(url).query)  # rank and world_size of init_process_group()
+            place = [given.get(name, [environ.get(name.upper())])[0] for name in ("rank", "world_size")]
+            if comm is None or (any(map(environ.get, _VARIABLES)) and not launcher.is_given(environ)):
+                yield from handler(url, timeout=timeout, **options)
+                return
+            _check_place(int(place[0] or comm.rank), int(place[1] or comm.size), comm)
+            with activity.InCall("init_process_group", self.team):
+                store = rendezvous.open_store(comm, rendezvous.meet(comm, self.settings.nodes), timeout)
+            yield store, comm.rank, comm.size
+            raise refusal(RuntimeError, "HD106", "Unable to perform re-rendezvous using MPI")
+
+        return meet
+
     def close(self) -> None:
         """Let no more groups be made: the world ends."""
         self.comm, self.team, self._interfaces = None, None, {}
+        self._changes.put_back()
 
     @contextmanager
     def making(self) -> Iterator[None]:
@@ -155,17 +174,11 @@ host = Host()
 
 
 def register() -> None:
-    """Register the backend with torch.distributed; a second call does nothing."""
-    backends: Any = dist.Backend
+    """Register the backend with torch.distributed."""
     for name in (OWN, "mpi4py"):
-        if name.upper() not in backends._plugins:
-            devices = ["cpu", accelerator.KIND]
-            backends.register_backend(name, partial(_create, name), extended_api=True, devices=devices)
-    if OWN == NAME and type(backends.MPI) is str:
-        backends.MPI = _Name(NAME)
-    handlers = torch_rendezvous._rendezvous_handlers
-    if handlers["env"] is torch_rendezvous._env_rendezvous_handler:
-        handlers["env"] = _rendezvous
+        dist.Backend.register_backend(
+            name, partial(_create, name), extended_api=True, devices=["cpu", accelerator.KIND]
+        )
 
 
 def start(
@@ -215,49 +228,14 @@ def leave() -> None:
 
     With TORCH_DISTRIBUTED_DEBUG=DETAIL torch's wrapper would call a backend in Python after Python has ended.
     """
-    if PLUGINS and dist.is_initialized():
-        config = dist.distributed_c10d._world.pg_backend_config[dist.distributed_c10d._get_default_group()]
-        if {NAME, "mpi4py"}.intersection(str(config).replace(",", ":").split(":")):
-            dist.destroy_process_group()
-
-
-def _rendezvous(url: str, timeout: timedelta = torch_rendezvous.default_pg_timeout, **options: Any) -> Iterator[Any]:
-    """torch's rendezvous by the environment. It uses MPI instead if the environment has no variables, or hpcdist's, and
-    a launcher has started this process. It also does so if init_process_group(), which runs this generator, was given
-    backend "mpi".
-
-    Every rendezvous by MPI has a store of its own. In one that remains, the keys of a destroyed group would be read.
-    """
-    environ, told = host.variables(), parse_qs(urlparse(url).query)  # rank and world_size of init_process_group()
-    place = [told.get(name, [environ.get(name.upper())])[0] for name in ("rank", "world_size")]
-    named = NAME in str(sys._getframe(1).f_locals.get("backend")).lower()
-    if host.comm is not None and launcher.is_given(environ):
-        by_mpi = named or place == [str(host.comm.rank), str(host.comm.size)]
-    else:
-        asked = named or launcher.has_rank(environ)
-        by_mpi = asked and not any(environ.get(name) for name in _VARIABLES)
-    if not by_mpi:
-        yield from torch_rendezvous._env_rendezvous_handler(url, timeout=timeout, **options)
-        return
-    comm = _world(timeout)
-    _check_place(int(place[0] or comm.rank), int(place[1] or comm.size), comm)
-    with activity.InCall("init_process_group", host.team):
-        store = rendezvous.open_store(comm, rendezvous.meet(comm, host.settings.nodes), timeout)
-    yield store, comm.rank, comm.size
-    raise refusal(RuntimeError, "HD106", "Unable to perform re-rendezvous using MPI")
-
-
-def _world(timeout: timedelta) -> MPI.Intracomm:
-    """Return the communicator of all ranks; make a world unless there is one. Collective then."""
-    if host.comm is None:
-        host.begin(_asked(timeout))
-    assert host.comm is not None
-    return host.comm
+    backends = dist.get_backend_config() if PLUGINS and dist.is_initialized() else ""
+    if {NAME, "mpi4py"}.intersection(backends.replace(",", ":").split(":")):
+        dist.destroy_process_group()
 
 
 def _asked(timeout: timedelta) -> timedelta | None:
     """Return the deadline for which the program asks; None if it is torch's default."""
-    return None if timeout == torch_rendezvous.default_pg_timeout else timeout
+    return None if timeout == default_pg_timeout else timeout
 
 
 def _create(name: str, options: Any, backend_options: Any = None) -> Any:
@@ -272,10 +250,10 @@ def _create(name: str, options: Any, backend_options: Any = None) -> Any:
     from hpcdist.backend.works import install
 
     ranks, timeout = list(options.global_ranks_in_group), options.timeout
-    if host.comm is None and (ranks or dist.is_initialized()):
+    if host.comm is None:
         text = "a group of backend mpi needs hpcdist's world: call hpcdist.init() first, on every rank"
         raise HpcdistError("HD112", text)
-    comm = _world(timeout)
+    comm = host.comm
     if not ranks:
         _check_place(options.group_rank, options.group_size, comm)
     if _asked(timeout) is None:

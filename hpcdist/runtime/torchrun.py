@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch._C._distributed_c10d import TCPStore
+import torch.distributed as dist
 
 from hpcdist.comm import launcher
 from hpcdist.control import objects
@@ -78,7 +78,7 @@ def give(
         number: int = port.getsockname()[1]
         if program:
             port.listen(max(128, comm.size))
-            store = TCPStore(
+            store = dist.TCPStore(  # type: ignore[attr-defined]
                 *(host, number, comm.size, True, timeout),
                 wait_for_workers=False, multi_tenant=True, master_listen_fd=port.detach(),
             )  # fmt: skip

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from hpcdist import activity
+from hpcdist import activity, torch_names
 from hpcdist.activity import recording
 from hpcdist.comm import launcher, rendezvous, tuning
 from hpcdist.comm.team import Context, Settings, Team
@@ -295,11 +295,6 @@ def init(
     return _make(asked)
 
 
-def _begin(timeout: timedelta | None) -> None:
-    """Make a world for a program that starts torch.distributed without init(). Collective over all ranks."""
-    _make(Asked(device="cpu", timeout=timeout), implicit=True)
-
-
 def prepare(bind: str | None) -> World:
     """Make a world for a program that is written for torchrun, which starts torch.distributed itself, or calls init().
 
@@ -308,7 +303,7 @@ def prepare(bind: str | None) -> World:
     return _make(Asked(device="cpu", bind=bind), implicit=True, program=True)
 
 
-registration.host.begin, registration.host.variables = _begin, environ
+registration.host.variables = environ
 registration.register()
 
 
@@ -365,6 +360,8 @@ def _make(asked: Asked, implicit: bool = False, program: bool = False) -> World:
     comm = launcher.job(asked.comm, os.environ)
     if comm.size > 1:
         abort.install()
+    if comm.rank == 0:
+        torch_names.warn_if_newer()
     env_timeout, env_cache = os.environ.get("HPCDIST_TIMEOUT"), os.environ.get("HPCDIST_CACHE")
     trace = asked.trace or os.environ.get("HPCDIST_TRACE") or None
     with ExitStack() as ends:  # now, if an error follows

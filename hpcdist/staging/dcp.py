@@ -52,7 +52,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from hpcdist import layout
+from hpcdist import layout, torch_names
 from hpcdist.errors import FileError, reason, refusal
 from hpcdist.formats.contents import Contents, Dataset, Stored
 from hpcdist.formats.known import describe
@@ -318,7 +318,7 @@ class HDF5Writer(_OneFile, StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors; send values, the checksums of pieces, and what is left of pages that other hosts
         write, too, to the coordinator."""
-        if getattr(planner, "_enable_plan_caching", False):
+        if torch_names.caches_plans(planner):
             raise refusal(ValueError, "HD419", _CACHED)
         tensors, datasets, results = list[WriteItem](), list[Dataset](), list[WriteResult]()
         for item in plan.items:

@@ -1,18 +1,15 @@
-"""Eager calls only: exclude public functions from torch's compilers, and refuse calls inside tracers."""
+"""Eager calls only: refuse calls inside tracers and transforms of torch."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FunctionType, ModuleType
 
 import torch
-from torch._C import _functorch
-from torch._C._dynamo import eval_frame
-from torch.fx import _symbolic_trace
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from hpcdist import torch_names
 
 
 class _Caller(threading.local):
@@ -28,10 +25,10 @@ def recorded() -> str | None:
     Tracers record only operations of torch. MPI is not one of them: the graph would return uninitialised memory.
     """
     if (
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._is_tracing()
-        or _functorch.peek_interpreter_stack() is not None
-        or _symbolic_trace.is_fx_symbolic_tracing()
+        torch_names.mode_count()
+        or torch_names.is_jit_tracing()
+        or torch_names.transform() is not None
+        or torch_names.is_fx_tracing()
         or _caller.recorded
     ):
         return _caller.recorded or _reason()
@@ -39,12 +36,12 @@ def recorded() -> str | None:
 
 
 def _reason() -> str | None:
-    within = [type(m).__name__ for m in _get_current_dispatch_mode_stack() if getattr(m, "_mode_key", None) is not None]
-    if _symbolic_trace.is_fx_symbolic_tracing() and _fx_traces_here():
+    within = [type(mode).__name__ for mode in torch_names.modes() if torch_names.mode_key(mode) is not None]
+    if torch_names.is_fx_tracing() and _fx_traces_here():
         within.append("a trace of torch.fx")
-    if torch._C._is_tracing():
+    if torch_names.is_jit_tracing():
         within.append("torch.jit.trace")
-    interpreter = _functorch.peek_interpreter_stack()
+    interpreter = torch_names.transform()
     if interpreter is not None:
         within.append(f"torch.func (its {interpreter.key().name.lower()})")
     if not within:  # other modes observe operations, and run them
@@ -55,7 +52,7 @@ def _reason() -> str | None:
 def _fx_traces_here() -> bool:
     """Return whether torch.fx traces this thread: its flag is global, and torch.compile sets it too."""
     frame = sys._getframe()
-    while frame is not None and frame.f_code is not _symbolic_trace.Tracer.trace.__code__:
+    while frame is not None and frame.f_code is not torch.fx.Tracer.trace.__code__:
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None
 
@@ -68,22 +65,3 @@ def as_called(reason: str | None) -> Iterator[None]:
         yield
     finally:
         _caller.recorded = None
-
-
-def not_compiled(public: Iterable[object]) -> None:
-    """Exclude these functions, the methods of these classes, the public names of these modules, and all that they call
-    from torch.compile.
-
-    It breaks its graph there and runs them eagerly, as after torch.compiler.disable, which would import the compiler
-    (seconds) and wrap every call.
-    """
-    for item in public:
-        if isinstance(item, type):
-            not_compiled(vars(item).values())
-        elif isinstance(item, ModuleType):
-            not_compiled(vars(item)[name] for name in item.__all__)
-        elif isinstance(item, FunctionType):
-            item._torchdynamo_disable = True  # type: ignore[attr-defined]
-            item._torchdynamo_disable_msg = "hpcdist moves data between processes"  # type: ignore[attr-defined]
-            skip = eval_frame._FrameAction.SKIP
-            eval_frame.set_code_exec_strategy(item.__code__, eval_frame._FrameExecStrategy(skip, skip))

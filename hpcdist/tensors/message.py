@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
 
 from hpcdist.errors import HpcdistError, refusal
 from hpcdist.layout import limits
@@ -186,16 +185,21 @@ def pack(tensors: Sequence[Tensor], contents: Contents) -> Tensor:
         of_one = [bits(tensors[i]) if dtype in BARE else tensors[i] for i in numbers]
         if any(not x.is_cpu for x in of_one):
             of_one = _to_host(of_one)
-        sections.append(as_bytes(_flatten_dense_tensors(of_one)))  # type: ignore[no-untyped-call]
+        sections.append(as_bytes(_flat(of_one)))
     rest = contents.packed - sum(map(len, sections))
     return torch.cat([*sections, torch.zeros(rest, dtype=torch.uint8, device="cpu")])
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    """Copy the elements of tensors of one dtype into one flat tensor."""
+    return torch.cat([x.reshape(-1) for x in tensors])
 
 
 def _to_host(tensors: list[Tensor]) -> list[Tensor]:
     """Copy the tensors on a GPU to the host, all in one copy."""
     on_gpu = [x for x in tensors if not x.is_cpu]
-    flat = _flatten_dense_tensors(on_gpu).cpu()  # type: ignore[no-untyped-call]
-    parts = iter(flat.split([x.numel() for x in on_gpu]))
+    flat = _flat(on_gpu).cpu()
+    parts = iter(torch.split(flat, [x.numel() for x in on_gpu]))
     return [x if x.is_cpu else next(parts) for x in tensors]
 
 

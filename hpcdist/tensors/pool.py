@@ -26,8 +26,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
 
+from hpcdist import torch_names
 from hpcdist.errors import refusal
 from hpcdist.process import machine
 
@@ -63,7 +63,7 @@ class Block:
 
     def __init__(self, nbytes: int, size: int) -> None:
         self.storage = torch.UntypedStorage(nbytes, device="cpu")  # type: ignore[no-untyped-call]
-        self._handle = self.storage._cdata
+        self._handle = torch_names.handle_of_storage(self.storage)
         self.address, self.nbytes, self.size = self.storage.data_ptr(), nbytes, size
         self.idle: float | None = None
         self.lazy = False
@@ -76,7 +76,7 @@ class Block:
 
         Tensors count among the former, and storages that the program has asked tensors for among the latter.
         """
-        return torch._C._storage_Use_Count(self._handle), sys.getrefcount(self.storage)
+        return torch_names.references_of_storage(self._handle), sys.getrefcount(self.storage)
 
     def is_idle(self) -> bool:
         """Return whether only the pool refers to it; it stays so until the pool itself makes a tensor on it."""
@@ -102,7 +102,7 @@ def problem() -> str:
     try:
         block = Block(64, 64)
         x = block.tensor((64,), torch.uint8)
-        seen = [not block.is_idle(), x._base is None]
+        seen = [not block.is_idle(), torch_names.base_of(x) is None]
         storage, array = x.untyped_storage(), x.numpy()
         del x
         seen += [storage is block.storage, not block.is_idle()]
@@ -394,4 +394,4 @@ def holds(nbytes: int, device: torch.device) -> bool:
 
 def _observed() -> bool:
     """Return whether torch passes its operations on to something that may not know storages."""
-    return bool(torch._C._len_torch_dispatch_stack()) or _functorch.peek_interpreter_stack() is not None
+    return bool(torch_names.mode_count()) or torch_names.transform() is not None

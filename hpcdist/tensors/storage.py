@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from hpcdist import torch_names
 from hpcdist.tensors import accelerator, pool
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 def problem(x: Tensor) -> str | None:
     """Return why a tensor cannot be sent, to be appended to its name; None if it can."""
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
+    if torch_names.forward_level() >= 0 and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
         return "has a forward-mode tangent, which would be lost (torch.autograd.forward_ad.unpack_dual takes it off)"
     if type(x) not in _KINDS:
         name = f"{type(x).__module__}.{type(x).__qualname__}"
@@ -110,7 +111,7 @@ def is_plain(x: Any) -> bool:
         and x.data_ptr() != 0
         and x.untyped_storage().nbytes() >= (x.storage_offset() + x.numel()) * x.itemsize
         and not (x.requires_grad or x.is_conj() or x.is_neg())
-        and forward_ad._current_level < 0
+        and torch_names.forward_level() < 0
         and not (_NAMED and x.has_names())  # type: ignore[attr-defined]
     )
 

@@ -5,7 +5,6 @@ One file per rank. The rank that has asked all others writes those of all, so th
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 import tempfile
@@ -13,9 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch._C._distributed_c10d as c10d
-import torch.distributed as dist
-
+from hpcdist import torch_names
 from hpcdist.activity import ANYBODY, NOBODY, Entry, ThreadStatus, callsite
 from hpcdist.watch.hang_table import ISSUED, Report
 
@@ -161,17 +158,9 @@ def write(folder: str | None, reports: Mapping[int, Report], peers_of: Callable[
 def write_own(folder: Path, rank: int) -> None:
     """Write the records of torch's own flight recorders in this process, if any, to ``torch/rank_N``.
 
-    In torch 2.13 that is gloo's calls; where torch attaches its FlightRecorderHook, those of other backends, too, which
-    have a recorder for each backend in torch's later versions: ``torch-nccl/rank_N``.
-
     Raises:
         OSError: if they cannot be written.
     """
-    dump, as_json = getattr(c10d, "_dump_fr_trace", None), getattr(c10d, "_dump_fr_trace_json", None)
-    if dump is None or as_json is None:
-        return
-    by_backend = dist.Backend.backend_list if "backend" in (dump.__doc__ or "") else []
-    for own, keywords in [("torch", {}), *((f"torch-{name}", {"backend": name}) for name in by_backend)]:
-        if json.loads(as_json(**keywords)).get("entries"):
-            (folder / own).mkdir(mode=0o700, parents=True, exist_ok=True)
-            (folder / own / f"rank_{rank}").write_bytes(dump(**keywords))
+    for own, record in torch_names.flight_records():
+        (folder / own).mkdir(mode=0o700, parents=True, exist_ok=True)
+        (folder / own / f"rank_{rank}").write_bytes(record)

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-from hpcdist import activity
+from hpcdist import activity, torch_names
 from hpcdist.activity import callsite
 from hpcdist.watch.hang_table import ISSUED
 
@@ -25,6 +24,7 @@ _OURS = ("mpi", "mpi4py")  # backends that record their calls themselves
 _HOOK = 0x68706364  # identifies this module's hooks among those of a group
 _EARLIER, _PART = 10.0, 0.25  # the deadline in the record is earlier than torch's: by a quarter, 10 seconds at most
 _MESSAGES = ("SEND", "RECV")
+_recorded: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # those that have the hooks
 _issuing = threading.local()  # `call`: group, number of the hook, whether on the CPU, whether it waits for all ranks
 
 
@@ -44,7 +44,7 @@ class TorchGroup:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self.begun = 0
-        name = distributed_c10d._world.pg_names[group]
+        name = group.group_name
         digest = blake2b(f"torch {name}".encode(), digest_size=8).digest()
         self.number = int.from_bytes(digest, "little") >> 2 << 1 or 2  # an odd number would be one in the background
 
@@ -55,9 +55,9 @@ class TorchGroup:
         assert group is not None
         activity.peers[self.number] = dist.get_process_group_ranks(group)
         found: dict[str, tuple[str, float | None]] = {}
-        for device in group._device_types:
-            backend = group._get_backend(device)
-            timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        for device in torch_names.device_types(group):
+            backend = torch_names.backend_of(group)(device)
+            timeout = torch_names.timeout_of(getattr(backend, "options", None))
             limit = None if timeout is None else timeout.total_seconds()
             limit = limit and limit - min(_EARLIER, _PART * limit)
             found[device.type] = backend.name(), limit
@@ -112,28 +112,23 @@ class TorchGroup:
 
 
 def _record(group: Any) -> None:
-    """Record the calls of a group from now on."""
+    """Record the calls of a group from now on; a second time does nothing."""
+    if group in _recorded:
+        return
+    _recorded.add(group)
     calls = TorchGroup(group)
     group.register_pre_hook(_HOOK, calls.begin)
     group.register_post_hook(_HOOK, calls.end)
 
 
-def _recording(register: Callable[..., None]) -> Callable[..., None]:
+def recording(register: Callable[..., None]) -> Callable[..., None]:
+    """Record the calls of all groups that torch has made, and return a function that replaces the one by which it
+    registers each new group, and records their calls, too."""
+
     def registered(name: str, group: dist.ProcessGroup) -> None:
         register(name, group)
         _record(group)
 
-    registered.__wrapped__ = register  # type: ignore[attr-defined]
+    for group in torch_names.groups():
+        _record(group)
     return registered
-
-
-def install() -> None:
-    """Record the calls of all groups that torch makes or has made; a second call does nothing.
-
-    Each of them passes through one function of torch.distributed, which is replaced.
-    """
-    module: Any = distributed_c10d
-    if not hasattr(module._register_process_group, "__wrapped__"):
-        module._register_process_group = _recording(module._register_process_group)
-        for group in module._world.pg_map:
-            _record(group)

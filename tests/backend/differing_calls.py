@@ -5,9 +5,9 @@ import re
 import torch
 import torch.distributed as dist
 
-import hpcdist  # noqa: F401
+import hpcdist
 
-dist.init_process_group("mpi")
+hpcdist.init()
 rank, size = dist.get_rank(), dist.get_world_size()
 odd = rank == 1
 

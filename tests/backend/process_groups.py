@@ -1,4 +1,4 @@
-"""A job that calls torch.distributed alone: ``process_groups.py CASE``."""
+"""A job that makes torch's groups itself, in a world: ``process_groups.py CASE``."""
 
 import os
 import sys
@@ -16,6 +16,9 @@ LIMIT = timedelta(seconds=float(os.environ.get("LIMIT", "60")))
 
 def init():
     global rank, size, x
+    hd.init()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     dist.init_process_group("mpi", timeout=LIMIT)
     rank, size = dist.get_rank(), dist.get_world_size()
     x = torch.full((3,), float(rank))
@@ -36,23 +39,21 @@ def refused(text, backend="mpi", **options):
 
 
 def told():
-    """By arguments and in the environment, which must agree with MPI; the import alone leaves torch's other backends
-    alone."""
-    os.environ["RANK"] = "0"
-    refused("WORLD_SIZE expected")
-    del os.environ["RANK"]
-    if size == 1:  # without a launcher or a world, an error of torch's, unless this backend is named
-        for backend in ("gloo", None):
-            refused("environment variable RANK expected, but not set", backend)
-    else:
-        dist.init_process_group("gloo")
-        dist.destroy_process_group()
+    """By arguments, which must agree with MPI; the import alone changes nothing of torch."""
+    for backend in ("gloo", "mpi4py", None):
+        refused("environment variable RANK expected, but not set", backend)
+    refused("call hpcdist.init() first", "mpi4py", store=dist.HashStore(), rank=0, world_size=1)
+    hd.init()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    dist.destroy_process_group()
     refused(f"rank 0 of 7, but MPI has rank {rank} of {size}", store=dist.HashStore(), rank=0, world_size=7)
     refused(f"rank {rank} of 7, but MPI has rank {rank} of {size}", rank=rank, world_size=7)
     dist.init_process_group("mpi", rank=rank, world_size=size)  # as scripts do that read the launcher's variables
     dist.barrier()
     assert (dist.get_backend(), dist.get_world_size()) == ("mpi", size)
     dist.destroy_process_group()
+    hd.finalize()
 
 
 def worlds():

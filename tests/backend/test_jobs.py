@@ -105,6 +105,8 @@ BOUND = """
         assert asked() == f"split [{rank}]" and str(alone.bound_device_id) == gpu and total(alone) == rank + 1
         turned = dist.split_group(dist.new_group(backend="mpi"), split_ranks=[[1, 0]])
         assert turned.rank() == 1 - rank and total(turned) == 3
+    hd.init(device="cpu")
+    dist.destroy_process_group()
     dist.init_process_group("mpi", device_id=torch.device("cpu:0"))
     assert [total(dist.new_group(ranks)) for ranks in ([0, 1], [rank, 1 - rank])] == [3, 3]
     some = dist.new_group([0])

@@ -95,6 +95,8 @@ def test_worlds_of_one_host_and_of_all_in_turn(hosts):
             assert before.items() <= os.environ.items() and "GLOO_SOCKET_IFNAME" not in os.environ
             assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == (str(world.rank), str(world.world_size))
         assert dict(os.environ) == before
+    hd.init()
+    dist.destroy_process_group()
     dist.init_process_group("mpi")
     dist.all_reduce(x, group=dist.new_group(backend="gloo"))
     assert x.item() == 9 and before.items() <= os.environ.items() and "GLOO_SOCKET_IFNAME" not in os.environ
