@@ -32,7 +32,7 @@ def run(*command: str | Path, cwd: Path) -> str:
         SystemExit: if it fails, with its output.
     """
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    environ["PIP_CONSTRAINT"] = str(ROOT / ".ci" / "constraints.txt")
+    environ["PIP_CONSTRAINT"] = (ROOT / ".ci" / "constraints.txt").as_uri()  # pip splits a path at blanks
     words = [str(word) for word in command]
     done = subprocess.run(words, cwd=cwd, env=environ, capture_output=True, text=True, timeout=DEADLINE)
     if done.returncode:

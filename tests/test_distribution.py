@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.once, pytest.mark.timeout(240)]
 def _run(*command, cwd):
     environ = without_launcher(os.environ)
     environ.pop("PYTHONPATH", None)
-    environ["PIP_CONSTRAINT"] = str(ROOT / ".ci" / "constraints.txt")
+    environ["PIP_CONSTRAINT"] = (ROOT / ".ci" / "constraints.txt").as_uri()  # pip splits a path at blanks
     done = subprocess.run(
         list(map(str, command)), cwd=cwd, env=environ, capture_output=True, text=True, timeout=DEADLINE
     )

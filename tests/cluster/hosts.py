@@ -21,6 +21,7 @@ exist at once: each has a switch of its own, and nothing is added to the machine
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -254,7 +255,7 @@ class Hosts:
         (self.folder / name).mkdir(exist_ok=True)
         self.hosts_file(name).write_text(self._names(name))
         namespaces = ("--net", "--uts", "--mount", "--ipc", "--propagation", "private")
-        script = _HOST.format(name=name, folder=self.folder, checkout=TESTS.parent) + _HOLD
+        script = _HOST.format(name=name, folder=self.folder, checkout=shlex.quote(str(TESTS.parent))) + _HOLD
         holder = self._holders[name] = self._hold(name, script, *namespaces)
         if self._useless:  # first, so that they are found first
             for command in _USELESS.format(number=self.names.index(name) + 1).splitlines():

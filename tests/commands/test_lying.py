@@ -274,7 +274,7 @@ def test_two_thousand_inputs_and_few_file_descriptors(tmp_path):
 
 def test_a_host_name_that_nobody_knows(tmp_path):
     np.save(tmp_path / "x.npy", X)
-    script = f"hostname nohost.invalid && exec {sys.executable} -m hpcdist.gather x.npy -o y.npy"
+    script = f"hostname nohost.invalid && exec '{sys.executable}' -m hpcdist.gather x.npy -o y.npy"
     job = run(["unshare", "-r", "-u", "bash", "-c", script], cwd=tmp_path)
     assert job.status == 0, job.err
     assert np.load(tmp_path / "y.npy").tolist() == X.tolist()

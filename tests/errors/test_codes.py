@@ -187,7 +187,7 @@ def test_it_needs_neither_torch_nor_mpi(tmp_path):
     for name in ("torch", "numpy", "mpi4py", "h5py"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('broken')")
     for pipe in ("", " | head -1"):
-        code = f"PYTHONPATH={tmp_path}:{ROOT.parent} {sys.executable} -m hpcdist explain HD102{pipe}"
+        code = f"PYTHONPATH={tmp_path}:'{ROOT.parent}' '{sys.executable}' -m hpcdist explain HD102{pipe}"
         done = run(["bash", "-c", code])
         assert (done.status, done.err) == (0, ""), done
         assert done.out.startswith("# HD102: ")

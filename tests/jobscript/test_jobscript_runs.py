@@ -119,15 +119,15 @@ def bin_(tmp_path):
     folder.mkdir()
     (tmp_path / "who.py").write_text(WHO)
     for name, target in (("python", sys.executable), ("mpirun", launcher(1)[0])):
-        (folder / name).write_text(f'#!/bin/sh\nexec {target} "$@"\n')
+        (folder / name).write_text(f'#!/bin/sh\nexec "{target}" "$@"\n')
         (folder / name).chmod(0o755)
     return folder
 
 
 def stand_in(bin_, name, code, nodes=1):
     mpirun = launcher(1)[:-1]
-    text = f"#!{sys.executable} -SE\n{AS}\nMPIRUN, NODES = {mpirun!r}, {nodes}\n{code}"
-    (bin_ / name).write_text(text)
+    first = f"#!/bin/sh\n'''exec' '{sys.executable}' -SE \"$0\" \"$@\"\n' '''"  # whose path may have a blank
+    (bin_ / name).write_text(f"{first}\n{AS}\nMPIRUN, NODES = {mpirun!r}, {nodes}\n{code}")
     (bin_ / name).chmod(0o755)
 
 

@@ -45,7 +45,7 @@ def test_ctrl_c_among_the_imports_prints_nothing(command, tmp_path):
     (tmp_path / "argparse.py").write_text(
         "import os\nos.kill(os.getpid(), 2)\nprint('goes on', flush=True)\nos._exit(0)\n"
     )
-    line = f"PYTHONPATH={tmp_path}:$PYTHONPATH {sys.executable} -m hpcdist{command}"
+    line = f"PYTHONPATH={tmp_path}:$PYTHONPATH '{sys.executable}' -m hpcdist{command}"
     ended, ignored = run(["bash", "-c", line]), run(["bash", "-c", f"trap '' INT; {line}"])
     assert (ended.out, ended.err) == ("", "")
     assert ended.status in (130, -signal.SIGINT)  # -2: bash has become Python
