@@ -237,7 +237,7 @@ def share(cells: Sequence[Spread]) -> str:
 
 
 def _between(cells: Sequence[Spread]) -> str:
-    return " and ".join(cell_text(pick(cell.median for cell in cells)) for pick in (min, max))
+    return " and ".join(figure(pick(cell.median for cell in cells)) for pick in (min, max))
 
 
 def _added(records: Sequence[Record], np: int) -> str:

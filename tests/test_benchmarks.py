@@ -85,6 +85,15 @@ def test_where_it_is_slower(made, page):
     assert re.search(f"hpcdist is faster in {plain} cases.* {shared}\\b", text)
 
 
+def test_plans_beside_calls():
+    """The figures of docs/do/plans.md are those of the table."""
+    table, page = ((ROOT / name).read_text() for name in ("benchmarks/README.md", "docs/do/plans.md"))
+    rows = re.findall(r"^\| concat(?: plan)?, out=, 8 B.*", table, re.MULTILINE)
+    found = [figure for row in rows for figure in re.findall(r"([\d.]+) us(?:\*\*)? \(", row)]
+    assert len(found) == 4
+    assert [figure for figure in found if not re.search(rf"\b{figure}\b", page)] == []
+
+
 def test_readme_of_the_benchmarks_is_short():
     assert len((ROOT / "benchmarks" / "README.md").read_text().splitlines()) <= 250
 
