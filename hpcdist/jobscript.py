@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,8 @@ def _numbers(full: Shape) -> Rules:
     too_few = f"more than the {count} GPUs of a node, and NCCL takes one rank per GPU"
     yield not one_each or count in (0, ranks), "ntasks-per-node", ranks, too_few
     yield full.bind != "gpu" or count, "bind", "gpu", "expected --gpus-per-node, too"
+    by_gres = _by_gres(full)
+    yield not count or by_gres in (None, count), "gpus-per-node", count, f"the directive gres asks for {by_gres}"
 
 
 def _texts(full: Shape) -> Rules:
@@ -334,7 +337,8 @@ def write(shape: Shape) -> str:
         "seconds": seconds(full.time),
         "modules": shlex.join(full.modules),
         "quoted_mounts": [shlex.quote(mount) for mount in full.mounts],  # Pyxis takes all in one word with quotes
-        "directives": [text.partition("=")[::2] for text in full.directives],
+        "directives": [(key, _word(value)) for key, _, value in (text.partition("=") for text in full.directives)],
+        "by_gres": _by_gres(full),
         "command": full.command and shlex.join(full.command),
         "written_by": _written_by(shape),
         "pmis": PMIS,
@@ -342,6 +346,21 @@ def write(shape: Shape) -> str:
         "pmi_of_images": PMI_OF_IMAGES,
     }
     return _TEMPLATES.get_template("plain.j2" if shape.plain else f"kinds/{shape.kind}.j2").render(values)
+
+
+def _word(value: str) -> str:
+    """Return a value as one word of a scheduler's line. Quotes that are right already stay as they are."""
+    with suppress(ValueError):
+        if len(words := shlex.split(value)) < 2 and words == shlex.split(value, comments=True):
+            return value
+    return shlex.quote(value)
+
+
+def _by_gres(shape: Shape) -> int | None:
+    """Return the number of GPUs of a node that the directive gres of Slurm asks for; None if there is none."""
+    pattern = r"gres=(?:.*,)?(?:gres/)?gpu(?::[^:,\d][^:,]*)?(?::(\d+))?"
+    found = [match for text in shape.directives if (match := re.match(pattern, text))]
+    return int(found[-1][1] or 1) if found and shape.scheduler == "slurm" else None
 
 
 def option(of: Field[Any]) -> str:

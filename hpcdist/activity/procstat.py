@@ -12,8 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-import psutil
-
 from hpcdist.activity.callsite import place
 
 NOT_OPENED = "its ranks cannot open each other's memory (/proc/PID/fd): processes with pids or users of their own"
@@ -115,6 +113,8 @@ def doing(thread: int, frame: FrameType) -> str:
 
 
 def _children() -> str:
+    import psutil  # not by stage-env
+
     found = []
     for child in psutil.Process().children():
         with suppress(psutil.Error):

@@ -139,7 +139,8 @@ VARIABLES = (
 
 # Variables of launchers, which would make a child process join the job.
 _LEFT = (
-    *("OMPI_COMM_", "OMPI_MCA_ess", "OMPI_MCA_orte_", "OMPI_MCA_pmix", "PMI_", "PMI2_", "PMIX_", "PRTE_"),
+    *("OMPI_COMM_", "OMPI_MCA_ess", "OMPI_MCA_orte_", "OMPI_MCA_pmix", "OMPI_UNIVERSE_SIZE"),
+    *("PMI_", "PMI2_", "PMIX_", "PRTE_"),
     *("SLURM_", "HYDI_", "HYDRA_", "MPIEXEC_", "MPI_LOCAL", "MV2_COMM_", "MVP_COMM_", "HOROVOD_", "JSM_", "PALS_"),
     *("ALPS_APP_", "FLUX_", "TORCHELASTIC_"),
 )
@@ -300,7 +301,10 @@ def _check_files() -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         may = f"this process may open {soft} files, but needs {needed} more than it has open ({reason(error)})"
         most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
-        fix = f"ulimit -n $(ulimit -Hn) in the job script, which is {most} here; docker run --ulimit nofile=65536"
+        fix = f"ulimit -n $(ulimit -Hn) in the job script, which is {most} here"
+        if soft == hard:
+            fix = "call init() before files are opened, or ask your centre to raise the hard limit, which is as low"
+        fix += "; docker run --ulimit nofile=65536"
         raise LaunchError("HD116", f"{may}: {fix}") from None
     finally:
         for fd in held:

@@ -7,7 +7,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -121,7 +121,7 @@ def variables(comm: MPI.Intracomm, meeting: Meeting) -> dict[str, str]:
     name = next((name for name, own in interfaces().items() if own == meeting.own), None)
     if name is None:
         return {}  # gloo takes what the host's name resolves to, on Debian 127.0.1.1
-    found = {"GLOO_SOCKET_IFNAME": name}
+    found = {GLOO: name}
     # NCCL keeps its first interface until the process ends, and a world of more ranks may have several nodes.
     if meeting.host == "127.0.0.1" and comm.size == MPI.COMM_WORLD.size:
         found["NCCL_SOCKET_IFNAME"] = name  # else its own rendezvous would listen on another one
@@ -235,6 +235,17 @@ def interfaces() -> dict[str, str]:
         for address in reversed(addresses)  # the first one counts
         if address.family == socket.AF_INET
     }
+
+
+GLOO = "GLOO_SOCKET_IFNAME"
+
+
+def socket_problem(environ: Mapping[str, str], host: str, there: Iterable[str]) -> str | None:
+    """Return why the interfaces that the user has named for gloo would not do, given those of a host; None if they
+    would, or none is named."""
+    if set(environ.get(GLOO, "").split(",")) <= {"", *there}:
+        return None
+    return f"{host} has no such interface with an address, only {', '.join(there) or 'none'}"
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, Literal
 
-from hpcdist.comm import launcher
+from hpcdist.comm import launcher, rendezvous
 from hpcdist.routes import select
 from hpcdist.runtime.cli import ranks_text
 from hpcdist.runtime.commandline import plural, show_bytes
@@ -81,7 +81,8 @@ STEPS = {
     ),
     "MPI_Init": (
         "MPI does not start, or waits for a rank that never starts. If `ulimit -n`, `TMPDIR` or `/dev/shm` is not ok, "
-        "that is the reason. Otherwise the launcher and the library do not belong together.",
+        "that is the reason. Otherwise the launcher and the library do not belong together, or the ranks of a node do "
+        "not share `/dev/shm`, for which MPICH waits (`docker run --ipc=host`).",
         "the launcher and mpi4py's MPI library must belong together: the mpirun of the same installation; under Slurm "
         "`srun --mpi=pmix` for Open MPI, `srun --mpi=pmi2` for MPICH",
     ),
@@ -183,7 +184,7 @@ def some(texts: Sequence[str], count: int, what: str) -> str:
     return "; ".join(texts[:count]) + (f"; and {len(texts) - count} more {what}" if len(texts) > count else "")
 
 
-GLOO = "GLOO_SOCKET_IFNAME"
+GLOO = rendezvous.GLOO
 _MORE = "to start more: mpirun -n 4 python ..., or a job script: python -m hpcdist.jobscript"
 _SAME = "one environment for all nodes, in a folder that they share; load the same modules in the job script"
 _CONTAINERS = (
@@ -482,10 +483,7 @@ def _isolated(ranks: Ranks) -> Verdict:
 
 def socket_problem(facts: Facts) -> str | None:
     """Return why the interfaces that GLOO_SOCKET_IFNAME names would not do; None if they would, or it is not set."""
-    if set(facts["environ"].get(GLOO, "").split(",")) - {"", *facts["interfaces"]}:
-        there = ", ".join(facts["interfaces"]) or "none"
-        return f"{facts['host']} has no such interface with an address, only {there}"
-    return None
+    return rendezvous.socket_problem(facts["environ"], facts["host"], facts["interfaces"])
 
 
 @Check("network", GLOO, "interfaces", per=RANK, fix=f"`unset {GLOO}`: hpcdist.init() finds the interface by itself")

@@ -12,6 +12,7 @@ What is changed in torch, when, and why:
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -161,6 +162,13 @@ class Host:
                 self._added.append(name)
         try:
             yield
+        except RuntimeError as error:
+            environ, name = self.variables(), rendezvous.GLOO
+            problem = rendezvous.socket_problem(environ, socket.gethostname(), rendezvous.interfaces())
+            if not problem:
+                raise
+            text = f"{name}={environ[name]}: {problem}; unset {name}: hpcdist.init() finds the interface by itself"
+            raise LaunchError("HD114", text) from error
         finally:
             with self._lock:
                 self._making -= 1

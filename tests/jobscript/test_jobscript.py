@@ -77,6 +77,20 @@ def test_what_is_written(path, capsys):
     assert not re.search(r".{321}|[ \t]$|\n\n\n", text, re.MULTILINE)
 
 
+def test_a_directive_is_one_word_of_its_line():
+    """Quotes that are right already stay. The line of --gpus-per-node gives way to the directive gres."""
+    for value, written in (
+        ("a b", "'a b'"), ('"a b"', '"a b"'), ("it's", "'it'\"'\"'s'"), ("a#b", "'a#b'"), ("'a #b'", "'a #b'")
+    ):  # fmt: skip
+        text = write(Shape(directives=(f"comment={value}", f"C={value}", "hold")))
+        assert f"#SBATCH --comment={written}\n#SBATCH -C {written}\n#SBATCH --hold\n" in text
+    for gres, count in (("gpu:2", 2), ("lustre:1,gpu:a100:2", 2), ("gpu", 1), ("lustre:2", None)):
+        text = write(Shape(kind="gpu", gpus_per_node="2" if count != 1 else "1", directives=(f"gres={gres}",)))
+        assert f"#SBATCH --gres={gres}\n" in text and ("#SBATCH --gpus-per-node=" in text) == (count is None)
+    with pytest.raises(InputError, match=r"--gpus-per-node 4: the directive gres asks for 2 \[HD801\]"):
+        write(Shape(kind="gpu", directives=("gres=gpu:2",)))
+
+
 def test_there_is_no_other_script():
     assert sorted(path.name for path in SCRIPTS.iterdir()) == sorted(HANDED_OUT)
     assert sorted(path.name for path in GOLDEN.iterdir()) == sorted(OTHERS)

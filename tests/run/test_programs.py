@@ -133,6 +133,14 @@ def test_a_rank_that_fails_ends_the_job(body, status, printed, tmp_path):
         assert re.search(r"^\[rank1\]: +File .*program.py", done.err, re.MULTILINE), done.err
 
 
+def test_an_interface_that_gloo_cannot_find_is_named(tmp_path):
+    """As NCCL's variable may have it, but not gloo's; without that variable the program would run."""
+    done = job(2, tmp_path, 'dist.init_process_group("gloo")', GLOO_SOCKET_IFNAME="^lo,docker")
+    assert done.status == 1
+    found = r"LaunchError: GLOO_SOCKET_IFNAME=\^lo,docker: \S+ has no such interface with an address, only .*\[HD114\]"
+    assert re.search(found, done.err), done.err
+
+
 @pytest.mark.parametrize("before", ["", 'dist.init_process_group("mpi")'])
 def test_a_rank_that_does_not_reach_a_group_is_named(before, tmp_path):
     body = f"""

@@ -334,6 +334,7 @@ def test_too_few_files_are_refused_before_mpi_starts():
     job = mpirun(2, code=few)
     (line,) = [line for line in job.err.splitlines() if line.startswith("hpcdist gather: error: ")]
     assert "may open 24 files" in line and "[HD116]" in line, job.err
+    assert "ulimit -n $" not in line and "the hard limit, which is as low" in line, job.err
 
 
 @pytest.mark.once

@@ -278,7 +278,7 @@ def test_the_command(small, tmp_path):
     assert timed.status == 0, timed.err
     imported = {line.rpartition("|")[2].strip() for line in timed.err.splitlines() if line.startswith("import time:")}
     assert {"hpcdist.stage_env.stage", "mpi4py"} <= imported
-    assert not imported & {"torch", "numpy", "h5py", "tqdm"}
+    assert not imported & {"torch", "numpy", "h5py", "tqdm", "psutil"}
     path = Path(timed.out.removesuffix("\n"))
     assert (path / "program").exists() and path.parent.name.endswith("_7")
     again, nothing = ([*command[1:], *words] for words in (ask[2:], ["nothing"]))
