@@ -365,7 +365,7 @@ def _make(asked: Asked, implicit: bool = False, program: bool = False) -> World:
     env_timeout, env_cache = os.environ.get("HPCDIST_TIMEOUT"), os.environ.get("HPCDIST_CACHE")
     trace = asked.trace or os.environ.get("HPCDIST_TRACE") or None
     with ExitStack() as ends:  # now, if an error follows
-        with first_meeting(asked.timeout, env_timeout, comm.size):
+        with first_meeting(asked.timeout, env_timeout, comm.size, launcher.library()):
             private = rendezvous.in_torch_order(comm)
             ends.callback(_free, private)
             ends.callback(pool.stop)

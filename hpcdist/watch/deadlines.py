@@ -70,12 +70,13 @@ def _seconds(name: str, timeout: object, least: float) -> float:
 
 
 @contextmanager
-def first_meeting(timeout: object, env_timeout: str | None, size: int) -> Iterator[None]:
+def first_meeting(timeout: object, env_timeout: str | None, size: int, library: str) -> Iterator[None]:
     """A context that ends the job if the ranks have not met by the deadline; each can only report itself.
 
     Args:
         timeout, env_timeout: as those of :func:`deadline`, not yet checked.
         size: number of ranks that must meet.
+        library: name of the MPI library.
     """
     try:
         seconds = deadline(timeout, env_timeout)
@@ -84,6 +85,8 @@ def first_meeting(timeout: object, env_timeout: str | None, size: int) -> Iterat
     frame = callsite.outside(sys._getframe())
     waits = f"{callsite.where('init').decode()} has waited for {seconds:g} s"
     text = f"{waits}: the {size} ranks have not met, some may not have called it"
+    if library.startswith("Open MPI"):  # it believes that an address of two hosts, as of docker0, leads to the other
+        text += "; or Open MPI does not reach the other nodes: export OMPI_MCA_btl_tcp_if_include=NETWORK/BITS, theirs"
     with limited(seconds, text, frame) if size > 1 else nullcontext():
         yield
 

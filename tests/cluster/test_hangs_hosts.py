@@ -41,6 +41,15 @@ def test_the_reason_is_told_across_hosts(ranks, reasons):
         assert re.search(rf"{other} +node\d +\d+ +concat\(\) at .* ago +concat\(\) at .* s +waits", job.err), job.err
 
 
+def test_a_network_that_misleads_open_mpi_is_named():
+    """Both ranks call init(). docker0 has the same address on all hosts."""
+    with Hosts(2, useless=True) as hosts:
+        misleads = {"OMPI_MCA_btl_tcp_if_include": "172.17.0.0/16"}
+        job = hosts.mpirun([1, 1], code="import hpcdist as hd; hd.init(timeout=5)", env=misleads)
+    assert job.status != 0
+    assert re.search(r"the 2 ranks have not met, .*export OMPI_MCA_btl_tcp_if_include=.* \[HD601\]", job.err), job.err
+
+
 def test_a_host_that_is_cut_off_is_told():
     with Hosts(2) as hosts:
         started = hang(hosts, [1, 1], "1:sleep", 4)
