@@ -492,22 +492,27 @@ def unpack(pieces: Iterator[bytes], root: str, corrected: Callable[[bytes], byte
     for the texts in the folder `inside`. A FileError if something cannot be written, or must not be unpacked."""
     # Short ones: tarfile copies what it has not used yet at each read.
     blocks = (piece[start : start + _BLOCK] for piece in pieces for start in range(0, len(piece), _BLOCK))
+    real = os.path.realpath(root)
     stream: Any = SimpleNamespace(read=lambda _: next(blocks, b""))
     try:
         with tarfile.open(fileobj=stream, mode="r|", bufsize=_BLOCK, errorlevel=2) as tar:
-            tar.extraction_filter = getattr(tarfile, "tar_filter", None)  # Python 3.11.4 and later
+            # Not one of tarfile's filters: Python 3.11.4 has the first, and each version's allow something else.
+            tar.extraction_filter = lambda member, _: member
             while (member := tar.next()) is not None:
-                member.mode = member.mode & 0o755 | 0o700 * member.isdir()  # as tar_filter; a folder can be removed
+                path = f"{real}/{member.name}"
+                if member.type not in _KINDS.values() or os.path.realpath(path) != path:  # ".." or a link is in it
+                    raise tarfile.ExtractError(f"{member.name!r} must not be in an archive")
+                member.mode = member.mode & 0o755 | 0o700 * member.isdir()  # a folder can be removed
                 tar.extract(member, root)
                 if member.isreg() and member.size <= _TEXT and member.name.startswith(f"{inside}/"):
-                    path = Path(root, member.name)
-                    old = path.read_bytes()
+                    file = Path(path)
+                    old = file.read_bytes()
                     new = corrected(old)
                     if new is not old:  # with the time of now, else what was compiled of it would seem up to date
-                        mode = path.stat().st_mode
-                        path.unlink()
-                        path.write_bytes(new)
-                        path.chmod(mode)
+                        mode = file.stat().st_mode
+                        file.unlink()
+                        file.write_bytes(new)
+                        file.chmod(mode)
                 tar.members.clear()  # type: ignore[attr-defined]  # else all are kept in memory
     except tarfile.TarError as error:
         raise FileError("HD404", f"{_HOST}: {root}: cannot be unpacked: {reason(error)}") from error
