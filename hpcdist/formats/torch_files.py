@@ -19,6 +19,7 @@ import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from enum import EnumMeta
 from pathlib import PurePosixPath
 from pickle import UnpicklingError
 from typing import IO, Any
@@ -264,7 +265,12 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        return _Other
+        return _enum_member if name == "getattr" else _Other
+
+
+def _enum_member(of: object, name: str) -> object:
+    """Return a member of one of the enums above, which Python 3.11.0 to 3.11.3 pickle as ``getattr(enum, name)``."""
+    return of[name] if isinstance(of, EnumMeta) else _Other()
 
 
 class _Other:

@@ -1,5 +1,6 @@
 """Checkpoints from one layout to another by the command: DCP folders, sharded safetensors, one file."""
 
+import copyreg
 import json
 import os
 import pickle
@@ -15,6 +16,10 @@ from cases import same_bits, whole_of
 from launch import commands, finished
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+from hpcdist.errors import FileError
+from hpcdist.formats.known import describe
 
 pytestmark = pytest.mark.once
 
@@ -185,6 +190,18 @@ def test_no_pickle_of_others_is_run(made, tmp_path, monkeypatch):
     assert "tensor: rows: is stored in a way that is not known" in tensor.err
     assert "archive/forged: rows: cannot be read: it holds Python objects" in archive.err
     assert sorted(os.listdir()) == ["archive", "planner", "planner.h5", "tensor"]
+
+
+def test_members_of_enums_as_python_3_11_0_to_3_11_3_pickle_them(monkeypatch):
+    """By getattr, which gives nothing else here."""
+    dcp.save({"x": torch.ones(3)}, checkpoint_id=".", no_dist=True)
+    for kind, what in ((_MEM_FORMAT_ENCODING, "Size"), (Boom, "__class__")):
+        monkeypatch.setitem(copyreg.dispatch_table, kind, lambda x, w=what: (getattr, (type(x), getattr(x, "name", w))))
+    _change(lambda held: setattr(held, "planner_data", [Boom()]))
+    assert list(describe(".").tensors) == ["x"]
+    _change(lambda held: held.state_dict_metadata.update(x=Boom()))
+    with pytest.raises(FileError, match="is stored in a way that is not known"):
+        describe(".")
 
 
 def _flip_archive():
