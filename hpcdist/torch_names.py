@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 import json
 import operator
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
@@ -163,12 +165,6 @@ offset_in_file = _attribute(
     "where the bytes of a tensor lie in a .pt file",
     "a .pt file is read by torch.load, whole",
 )
-caches_plans = _attribute(
-    "torch.distributed.checkpoint:DefaultSavePlanner._enable_plan_caching",
-    "refuses a planner of torch's checkpoints that keeps its plans, whose files change",
-    "a second save with such a planner fails while it writes",
-    False,
-)
 has_internal_overlap = _name(
     "torch:_debug_has_internal_overlap",
     "whether elements of an output lie in one place, as from expand()",
@@ -266,6 +262,22 @@ def flight_records() -> Iterator[tuple[str, bytes]]:
     for name, options in [("torch", {}), *((f"torch-{backend}", {"backend": backend}) for backend in backends)]:
         if json.loads(_dump_as_json(**options)).get("entries"):
             yield name, _dump(**options)
+
+
+_UPLOAD = (
+    "torch.distributed.checkpoint._async_process_executor:_ProcessBasedAsyncCheckpointExecutor._execute_save_impl",
+    "dcp.async_save in a process: later saves and loads wait for the threads in which this runs",
+    "they do not wait: wait on the future of each save before the next call",
+)
+NAMES.append(Name(*_UPLOAD))
+
+
+def uploads(thread: threading.Thread) -> bool:
+    """Whether a thread is one of ``dcp.async_save``; with AsyncCheckpointerType.PROCESS it has no name of its own."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and frame.f_code.co_qualname != _UPLOAD[0].rpartition(":")[2]:
+        frame = frame.f_back
+    return frame is not None or thread.name.startswith("AsyncCheckpointExecutor")
 
 
 class Place(NamedTuple):

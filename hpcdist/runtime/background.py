@@ -18,6 +18,7 @@ from hpcdist.comm.worker import note_failure
 from hpcdist.errors import HpcdistError, refusal
 from hpcdist.tensors import accelerator, eager
 from hpcdist.tensors.storage import tensors_in
+from hpcdist.torch_names import uploads
 from hpcdist.validation.collective import LEAVE, leave
 from hpcdist.watch.deadlines import patience
 
@@ -189,11 +190,11 @@ def prepare(team: Team) -> None:
 
 
 def join_uploads() -> None:
-    """Wait for the threads of torch's ``dcp.async_save``, each of which ends with its save. In one of these threads,
-    wait for none, because torch itself starts a save only after the previous one has ended."""
-    uploads = [thread for thread in threading.enumerate() if thread.name.startswith("AsyncCheckpointExecutor")]
-    if threading.current_thread() not in uploads:
-        for thread in uploads:
+    """Wait for the threads of torch's ``dcp.async_save``, each of which ends with its save; in one of them, for those
+    that were started before it, so that all ranks save in the order of the calls."""
+    threads, this = threading.enumerate(), threading.current_thread()  # in the order in which they were started
+    for thread in threads[: threads.index(this)] if uploads(this) else threads:
+        if uploads(thread):
             thread.join()
 
 

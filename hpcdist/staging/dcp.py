@@ -52,13 +52,14 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from hpcdist import layout, torch_names
+from hpcdist import layout
 from hpcdist.errors import FileError, reason, refusal
 from hpcdist.formats.contents import Contents, Dataset, Stored
 from hpcdist.formats.known import describe
 from hpcdist.formats.paths import sync
 from hpcdist.layout import Box
 from hpcdist.layout.box import Listed
+from hpcdist.runtime.background import join_uploads
 from hpcdist.staging.arguments import flatten, shape_and_dtype
 from hpcdist.staging.drivers import PartFile
 from hpcdist.staging.pieces import outgoing, piece_limit
@@ -241,7 +242,7 @@ class HDF5Writer(_OneFile, StorageWriter):
 
     Raises:
         CheckpointException: from dcp.save, on every rank. It names the ranks with an error, such as a tensor that a
-            file cannot hold, or a full disk. It names all ranks if the planner keeps plans from one save to the next
+            file cannot hold, or a full disk; or the coordinator, if the planner keeps the plans of an earlier save
             (``enable_plan_caching``). The old file is unchanged. Without `resume`, the unfinished file is removed at
             the next save to its name, when this writer is dropped, or at the end of the program.
         ValueError: ``use_collectives=False``: the ranks would not agree on the file.
@@ -267,11 +268,14 @@ class HDF5Writer(_OneFile, StorageWriter):
         self._end: weakref.finalize[..., HDF5Writer] | None = None  # gives up the file if the writer is dropped
 
     def __getstate__(self) -> dict[str, Any]:
-        """For the process of ``AsyncCheckpointerType.PROCESS``, which begins the save."""
+        """For the process of ``AsyncCheckpointerType.PROCESS``, which begins the save after the earlier ones."""
+        join_uploads()
         return {**vars(self), "_target": None, "_end": None}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another save, to another file if `checkpoint_id` is given; discard a save that failed."""
+        """Begin another save, to another file if `checkpoint_id` is given, after the earlier ones of this process;
+        discard a save that failed."""
+        join_uploads()
         self._give_up()
         super().reset(checkpoint_id)
 
@@ -301,6 +305,8 @@ class HDF5Writer(_OneFile, StorageWriter):
         used again or dropped, at the next save to this name, which waits for this one, or when the program ends.
         """
         self._give_up()
+        if not all(plan.usable for plan in plans):
+            raise refusal(ValueError, "HD419", _CACHED)
         if (earlier := _unfinished.pop(self._path, None)) is not None:
             earlier()
         datasets, self._firsts = plan_file(plans, self._options.window)
@@ -318,8 +324,6 @@ class HDF5Writer(_OneFile, StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors; send values, the checksums of pieces, and what is left of pages that other hosts
         write, too, to the coordinator."""
-        if torch_names.caches_plans(planner):
-            raise refusal(ValueError, "HD419", _CACHED)
         tensors, datasets, results = list[WriteItem](), list[Dataset](), list[WriteResult]()
         for item in plan.items:
             if (data := item.tensor_data) is not None:
@@ -387,8 +391,7 @@ def _host() -> str:
 
 
 _CACHED = (
-    "HDF5Writer needs the plans of every save: not DefaultSavePlanner(enable_plan_caching=True), which keeps those of "
-    "the first"
+    "the planner uses its plans of an earlier save (enable_plan_caching=True), but HDF5Writer needs those of each save"
 )
 
 

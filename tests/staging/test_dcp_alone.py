@@ -54,12 +54,14 @@ PROGRAM = """
             same = [torch.equal(a.tensor, b.tensor) for a, b in zip(state["x"].local_shards(), expected, strict=True)]
             assert all(same) and same and state["k"] == k, (k, same, state["k"])
             dist.barrier()
-        future = dcp.async_save({"x": WHOLE}, storage_writer=HDF5Writer(f"{folder}/a.h5"),
-                                async_checkpointer_type=dcp.state_dict_saver.AsyncCheckpointerType.PROCESS)
-        future.result()
-        state = {"x": torch.zeros(10, 20)}
-        dcp.load(state, storage_reader=HDF5Reader(f"{folder}/a.h5"))
-        assert torch.equal(state["x"], WHOLE)
+        by_process = {"async_checkpointer_type": dcp.state_dict_saver.AsyncCheckpointerType.PROCESS}
+        dcp.async_save({"x": WHOLE}, storage_writer=HDF5Writer(f"{folder}/a.h5"), **by_process).result()
+        for k, name in enumerate("aaba"):  # the last ones before the first has ended
+            dcp.async_save({"x": WHOLE + k}, storage_writer=HDF5Writer(f"{folder}/{name}.h5"), **by_process)
+        for k, name in (3, "a"), (2, "b"):
+            state = {"x": torch.zeros(10, 20)}
+            dcp.load(state, storage_reader=HDF5Reader(f"{folder}/{name}.h5"))  # waits for them
+            assert torch.equal(state["x"], WHOLE + k)
         assert "mpi4py.MPI" not in sys.modules
         dist.barrier()
         dist.destroy_process_group()
@@ -77,7 +79,7 @@ def test_sharded_tensors_of_any_plan_without_mpi(tmp_path):
     done = run([*python(), str(program), str(tmp_path)])
     assert (done.status, done.out.count("done")) == (0, 2), done.out + done.err[-3000:]
     left = {path.name for path in tmp_path.iterdir()} - {"program.py", "store"}  # torch may delete the store
-    assert left == {"0.h5", "1.h5", "a.h5"}
+    assert left == {"0.h5", "1.h5", "a.h5", "b.h5"}
 
 
 @pytest.mark.parametrize("chunks", [[((0, 0), (2, 4))], [((0, 0), (3, 4)), ((1, 0), (2, 4))]])

@@ -61,6 +61,21 @@ def test_later_calls_on_the_same_file(findings, folder):
     findings.check(staging.load(path, "x", dim=None).eq(6).all(), "dcp.save came after async_op=True")
 
 
+@mpi
+def test_saves_that_nobody_waits_for(findings, folder):
+    """They run in the order of the calls: the newest stays. Also to several files, and by one writer."""
+    paths, writer = (folder / "x.h5", folder / "y.h5"), HDF5Writer(folder / "x.h5")
+    futures = [_async_save(paths[0], 0.0)]
+    for value in range(1, 5):
+        futures.append(dcp.async_save({"x": torch.full((3, 2), value)}, storage_writer=HDF5Writer(paths[value % 2])))
+    for value, path in ((5, *paths[:1]), (6, *paths[1:])):
+        futures.append(dcp.async_save({"x": torch.full((3, 2), value)}, checkpoint_id=path, storage_writer=writer))
+    for future in futures:
+        future.result(60)
+    for value, path in zip((5, 6), paths, strict=True):
+        findings.same(staging.load(path, "x", dim=None), torch.full((3, 2), value), path.name)
+
+
 END = """
     import sys, warnings, torch, hpcdist as hd, torch.distributed.checkpoint as dcp
     from hpcdist.staging.dcp import HDF5Writer
