@@ -76,6 +76,7 @@ _SLURM = (
     "Under Slurm: srun --mpi=pmix for Open MPI, srun --mpi=pmi2 for MPICH and Intel MPI, srun --mpi=cray_shasta for "
     "Cray MPICH (srun --mpi=list shows the choices); or the mpirun of the same installation, in the allocation"
 )
+NETMOD = "`export MPIR_CVAR_CH4_NETMOD=ofi`"
 _FLUX = (
     "Under Flux: flux run without options for MPICH, Intel MPI and Open MPI 4, flux run -o pmi=pmix (of flux-pmix) for "
     "Open MPI 5; or the mpirun of the same installation, in the allocation"
@@ -134,8 +135,9 @@ _FILES, _FILES_AFTER_MPI = 36, 22
 VARIABLES = (
     _ELASTIC,
     *sorted({name for of in _LAUNCHERS for name in (of.size, of.rank, of.local_rank, of.local_size) if name}),
+    *("SLURM_JOB_NUM_NODES", "SLURM_NTASKS_PER_NODE", "PBS_NODEFILE", "LSB_MCPU_HOSTS", "FLUX_URI"),
 )
-"""The variables that tell of launchers. None is secret."""
+"""The variables that tell of launchers and of what schedulers have allocated. None is secret."""
 
 # Variables of launchers, which would make a child process join the job.
 _LEFT = (
@@ -213,6 +215,90 @@ def has_rank(environ: Mapping[str, str]) -> bool:
     return any(_number(environ, launcher.rank) is not None for launcher in _present(environ) if launcher.mpi)
 
 
+def _forgotten(head: str, allocated: str, launcher: Launcher, library: str) -> str:
+    start = launcher.one.removesuffix(" -n 1")
+    return (
+        f"{head}: {allocated}, and this process was started without {start}, so there is "
+        f"only one. Write {start} before python in the job script. The library is {library}. "
+        f"{launcher.fix}. For one process on purpose: {launcher.one}, or hpcdist.init(MPI.COMM_SELF)."
+    )
+
+
+def _unused(environ: Mapping[str, str], library: str) -> str | None:
+    """Find a process without a launcher in an allocation of several nodes, whose number of ranks is not known."""
+    ranks = {launcher.rank for launcher in _present(environ) if launcher.mpi} - {_BATCH.rank}
+    if any(_number(environ, rank) is not None for rank in ranks):
+        return None
+    for variable, launcher, count in _ALLOCATIONS:
+        nodes = count(environ) if environ.get(variable) else 1
+        if nodes > 1:
+            head = f"this process is alone in its MPI world, but {variable}={environ[variable]}"
+            return _forgotten(head, f"{launcher.name} allocated {nodes} {launcher.size}", launcher, library)
+    return None
+
+
+def _slurm_tasks(environ: Mapping[str, str]) -> int:
+    nodes, each = (_number(environ, name) for name in ("SLURM_JOB_NUM_NODES", "SLURM_NTASKS_PER_NODE"))
+    return (nodes or 1) * (each or 1)
+
+
+def _pbs_nodes(environ: Mapping[str, str]) -> int:
+    try:
+        with open(environ["PBS_NODEFILE"]) as file:
+            return len({*file})
+    except OSError:
+        return 1
+
+
+def _lsf_nodes(environ: Mapping[str, str]) -> int:
+    """Count the hosts, but for the one that only runs the script of a job with jsrun, in one slot."""
+    slots = [int(slots) for slots in environ["LSB_MCPU_HOSTS"].split()[1::2] if slots.isdigit()]
+    return len(slots) - (slots[:1] == [1] < [max(slots, default=0)])
+
+
+def _flux_nodes(_: Mapping[str, str]) -> int:
+    try:
+        return int(_printed(["flux", "getattr", "size"]))
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return 1
+
+
+# A variable of a scheduler's job; what it has allocated, and how to use that; the number of them.
+_ALLOCATIONS: tuple[tuple[str, Launcher, Callable[[Mapping[str, str]], int]], ...] = (
+    ("SLURM_JOB_NUM_NODES", replace(_BATCH, size="tasks"), _slurm_tasks),
+    ("PBS_NODEFILE", Launcher("PBS", "nodes", ""), _pbs_nodes),
+    ("LSB_MCPU_HOSTS", Launcher("LSF", "nodes", ""), _lsf_nodes),
+    ("FLUX_URI", Launcher("Flux", "nodes", "", fix=_FLUX, one="flux run -n 1"), _flux_nodes),
+)
+
+
+def described(environ: Mapping[str, str]) -> str:
+    """Describe the launcher of this process, by its variables; "" if no launcher of MPI's has a rank for it.
+
+    Example::
+
+        >>> described({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"})
+        'srun started 4 processes (SLURM_STEP_NUM_TASKS=4, SLURM_PROCID=0)'
+    """
+    for launcher in _present(environ):
+        names = dict.fromkeys((launcher.size, launcher.rank, launcher.local_rank, launcher.local_size))
+        shown = ", ".join(f"{name}={environ[name]}" for name in names if environ.get(name))
+        if launcher.mpi and _number(environ, launcher.rank) is not None:
+            count = _number(environ, launcher.size)
+            return f"{launcher.name} started {'several' if count is None else count} processes ({shown})"
+    return ""
+
+
+def may_hang(environ: Mapping[str, str], library: str) -> bool:
+    """Whether the start of this MPI `library` may hang if there are several nodes.
+
+    MPICH 5 with UCX puts addresses on PMI that may be longer than the 1,024 bytes of a line of Slurm's.
+    """
+    srun = "SLURM_STEP_NUM_TASKS" in environ and "PMI_RANK" in environ and "MPI_LOCALRANKID" not in environ
+    set_ = {"MPIR_CVAR_CH4_NETMOD", "UCX_TLS"} & environ.keys()
+    return srun and library.startswith("MPICH Version: 5") and not set_
+
+
 def alone(environ: Mapping[str, str], size: int, library: str) -> str | None:
     """Find N worlds of one: a launcher that started N processes, and an MPI `library` whose world has `size`, one.
 
@@ -223,17 +309,13 @@ def alone(environ: Mapping[str, str], size: int, library: str) -> str | None:
         return None
     found = nearest(environ)
     if found is None or (found[1] == found[0].size and found[2] <= 1):
-        return None
+        return None if found else _unused(environ, library)
     launcher, variable, value = found
     many = f"{value} processes" if variable == launcher.size else "others, too"
     alone_but = f"this process is alone in its MPI world, but {variable}={value}"
     head = f"{alone_but}: {launcher.name} started {many}"
     if launcher is _BATCH:
-        return (
-            f"{alone_but}: Slurm allocated {value} tasks, and this process was started without srun, so there is "
-            f"only one. Write srun before python in the job script. The library is {library}. "
-            f"{launcher.fix}. For one process on purpose: {launcher.one}, or hpcdist.init(MPI.COMM_SELF)."
-        )
+        return _forgotten(alone_but, f"Slurm allocated {value} tasks", _BATCH, library)
     if not launcher.mpi:
         return (
             f"{head}, without MPI. hpcdist needs the ranks of an MPI job: start the "
@@ -366,13 +448,17 @@ def time_left(environ: Mapping[str, str]) -> float | None:
     return min((left for left in found if left is not None and left < _NO_LIMIT), default=None)
 
 
+def _printed(words: list[str]) -> str:
+    return subprocess.run(words, capture_output=True, text=True, check=True, timeout=_PATIENCE).stdout.strip()
+
+
 def _of_job(job: str, environ: Mapping[str, str]) -> float | None:
     if job == "SLURM_JOB_ID" and (end := environ.get("SLURM_JOB_END_TIME")):  # seconds of the epoch; not in Slurm 22.05
         return int(end) - time.time()
     command, seconds = _SCHEDULERS[job]
     words, text = [*command.split(), environ[job]], ""
     try:
-        text = subprocess.run(words, capture_output=True, text=True, check=True, timeout=_PATIENCE).stdout.strip()
+        text = _printed(words)
         return seconds(text)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         why = f"the time left of this job is not known ({' '.join(words)}: {text or reason(error)})"

@@ -84,7 +84,8 @@ STEPS = {
         "that is the reason. Otherwise the launcher and the library do not belong together, or the ranks of a node do "
         "not share `/dev/shm`, for which MPICH waits (`docker run --ipc=host`).",
         "the launcher and mpi4py's MPI library must belong together: the mpirun of the same installation; under Slurm "
-        "`srun --mpi=pmix` for Open MPI, `srun --mpi=pmi2` for MPICH",
+        "`srun --mpi=pmix` for Open MPI, `srun --mpi=pmi2` for MPICH, with MPICH 5 on several nodes also "
+        f"{launcher.NETMOD}",
     ),
     "MPI's first messages": (
         "MPI starts, but no message arrives.",
@@ -217,11 +218,11 @@ _OTHER_FOLDER = "`export HPCDIST_STAGING=FOLDER`, or `hpcdist.init(staging=...)`
 def _launcher(ranks: Ranks) -> Verdict:
     """The launcher started N processes, and MPI made N worlds of one rank, because they belong to different MPI
     libraries. Or the launcher's local rank differs from MPI's, because each rank is in a container of its own."""
-    found = launcher.nearest(ranks[0]["environ"])
+    found, alone = launcher.nearest(ranks[0]["environ"]), known(ranks[0], "mpi.alone")
     if found is None:
-        return "ok", f"none: one process, started by hand ({_MORE})"
+        return ("broken", alone) if alone else ("ok", f"none: one process, started by hand ({_MORE})")
     by, variable, value = found
-    if alone := known(ranks[0], "mpi.alone"):
+    if alone:
         many = value if variable == by.size else "several"
         return "broken", f"{many} worlds of one rank, instead of one of {many}: {alone}", by.fix
     text = f"{by.name}: {variable}={value}"
@@ -231,6 +232,16 @@ def _launcher(ranks: Ranks) -> Verdict:
             text += f"; rank {facts['rank']} has local rank {number} for the launcher, but {seen} for MPI"
             return "warning", f"{text}: a wrong GPU", _CONTAINERS
     return "ok", text
+
+
+@Check("job", "PMI", "mpi.library", fix=f"{launcher.NETMOD}; or MPICH's own mpirun, in the allocation")
+def _pmi(ranks: Ranks) -> Verdict | None:
+    """MPICH 5 with UCX may hang in MPI_Init under `srun --mpi=pmi2` on several nodes, because its addresses can be
+    longer than the 1,024 bytes that Slurm allows."""
+    environ = ranks[0]["environ"]
+    if not launcher.may_hang(environ, ranks[0]["mpi"]["library"]) or len(by_node(ranks)) == 1:
+        return None
+    return "warning", "MPICH 5 under srun --mpi=pmi2 on several nodes: its start can hang"
 
 
 @Check("job", "world", "mpi.size", fix="`#SBATCH --ntasks-per-node=N`, `mpirun --map-by ppr:N:node`")

@@ -52,7 +52,7 @@ _PREFIX = "hpcdist-doctor-"  # of the files that the doctor makes
 _KEPT = (
     "OMPI_MCA_mpi_", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "CUDA_VISIBLE_DEVICES", "NCCL_",
     "GLOO_SOCKET_", "OMP_", "HDF5_", "HPCDIST_", "MPI4PY_RC_", "TMPDIR", "RDMAV_FORK_SAFE", "IBV_FORK_SAFE",
-    "SLURM_CPU_BIND", "SLURM_GPUS_PER_TASK", "UCX_NET_DEVICES",
+    "SLURM_CPU_BIND", "SLURM_GPUS_PER_TASK", "UCX_NET_DEVICES", "UCX_TLS", "MPIR_CVAR_CH4_NETMOD",
 )  # fmt: skip
 _DEV, _SYS = Path("/dev"), Path("/sys")
 _VENDORS = {"0x1002": "AMD", "0x8086": "Intel"}  # of PCI devices

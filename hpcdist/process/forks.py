@@ -44,7 +44,7 @@ def claim(environ: Mapping[str, str], launched: bool) -> None:
     if why is not None:
         raise LaunchError(why)
     fd = environ.get("PMI_FD", "")
-    if fd.isdigit() and not _runs() and not os.path.exists(f"/proc/self/fd/{fd}"):
+    if fd.isdigit() and not mpi_runs() and not os.path.exists(f"/proc/self/fd/{fd}"):
         raise LaunchError(
             "HD104",
             f"PMI_FD={fd}, by which this process (pid {os.getpid()}) would become a rank, is not open: the launcher "
@@ -60,7 +60,7 @@ def claim(environ: Mapping[str, str], launched: bool) -> None:
     _OWNER.pack_into(_owner, 0, os.getpid())
 
 
-def _runs() -> bool:
+def mpi_runs() -> bool:
     """Whether MPI runs in this process; does not load it."""
     if "mpi4py.MPI" not in sys.modules:
         return False
@@ -71,7 +71,7 @@ def _runs() -> bool:
 
 def _in_child() -> None:
     global _parent
-    if _runs():
+    if mpi_runs():
         _parent = os.getppid()
 
 

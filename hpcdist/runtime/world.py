@@ -31,7 +31,7 @@ from hpcdist.runtime.stopping import Stop
 from hpcdist.tensors import accelerator, pool
 from hpcdist.validation import collective
 from hpcdist.validation.collective import Call
-from hpcdist.watch.deadlines import deadline, first_meeting, patience
+from hpcdist.watch.deadlines import deadline, first_meeting, guard_end, patience, starting_mpi
 from hpcdist.watch.watcher import Watch, save_trace
 
 if TYPE_CHECKING:
@@ -349,6 +349,8 @@ def _leave() -> None:
         for done in backgrounds:
             done.wait()
         registration.leave()
+    if _world.world_size > 1:
+        guard_end(_world.timeout.total_seconds(), _world.rank)  # the watch ends before MPI does
     _world._close()
 
 
@@ -357,12 +359,13 @@ def _make(asked: Asked, implicit: bool = False, program: bool = False) -> World:
     global _world
     streams.reserve()
     forks.claim(os.environ, launcher.has_rank(os.environ))
-    comm = launcher.job(asked.comm, os.environ)
+    env_timeout, env_cache = os.environ.get("HPCDIST_TIMEOUT"), os.environ.get("HPCDIST_CACHE")
+    with starting_mpi(asked.timeout, env_timeout, launcher.described(os.environ)):
+        comm = launcher.job(asked.comm, os.environ)
     if comm.size > 1:
         abort.install()
     if comm.rank == 0:
         torch_names.warn_if_newer()
-    env_timeout, env_cache = os.environ.get("HPCDIST_TIMEOUT"), os.environ.get("HPCDIST_CACHE")
     trace = asked.trace or os.environ.get("HPCDIST_TRACE") or None
     with ExitStack() as ends:  # now, if an error follows
         with first_meeting(asked.timeout, env_timeout, comm.size, launcher.library()):

@@ -14,7 +14,7 @@ from hpcdist.errors import HpcdistError, InputError
 from hpcdist.process import abort, streams
 from hpcdist.runtime.commandline import BAD_INPUT, Parser, line, path, plural, show_bytes
 from hpcdist.stage_env.stage import VERB, Request, Staged, cleanup, stage
-from hpcdist.watch.deadlines import deadline
+from hpcdist.watch.deadlines import deadline, starting_mpi
 
 _NAME = "hpcdist stage-env"
 # Where batch systems say which job this is, and which task of an array whose jobs have one number.
@@ -59,7 +59,8 @@ def main(words: list[str]) -> int:
             cleanup(args.cleanup)
         else:
             prints = launcher.number(os.environ) == 0
-            comm = launcher.job(None, os.environ).Dup()
+            with starting_mpi(None, os.environ.get("HPCDIST_TIMEOUT"), launcher.described(os.environ)):
+                comm = launcher.job(None, os.environ).Dup()
             prints = comm.rank == 0
             if comm.size > 1:
                 abort.install()

@@ -242,6 +242,32 @@ def test_the_wrong_mpi_of_srun_is_found_and_told(bin_, slurm, folder):
     assert not (folder / "whole.h5").exists()
 
 
+EARLY = """
+import os, sys
+if os.environ["SLURM_PROCID"] == "1": sys.exit("rank 1 ends")
+import hpcdist as hd
+hd.init(timeout=3)
+"""
+
+
+@pytest.mark.parametrize(("bin_", "pmi"), [(OPENMPI, "pmix"), *[(MPICH, "pmi2")] * MPICH.exists()], ids=str)
+def test_a_rank_that_ends_before_mpi_starts(bin_, pmi, slurm, folder):
+    """Without --kill-on-bad-exit, the other one waits in MPI_Init."""
+    (folder / "early.py").write_text(EARLY)
+    words = ["srun", "-N2", "-n2", f"--mpi={pmi}", "--kill-on-bad-exit=0", "python", "early.py"]
+    job = slurm.run(words, cwd=folder, env=_environment(slurm, "srun", bin_))
+    assert job.status != 0
+    assert re.search(r"in MPI_Init.*: srun started 2 processes \(SLURM_STEP_NUM_TASKS=2,.*\[HD120\]\n", job.err), job.err
+
+
+def test_one_process_in_an_allocation_of_two_nodes_is_refused(slurm, folder):
+    """salloc -N2 sets no SLURM_NTASKS."""
+    words = ["salloc", "-N2", "python", "-c", "import hpcdist; hpcdist.init()"]
+    job = slurm.run(words, cwd=folder, env=_environment(slurm, "srun"))
+    assert job.status != 0
+    assert "SLURM_JOB_NUM_NODES=2: Slurm allocated 2 tasks, and this process was started without srun" in job.err
+
+
 # hpcdist.gather, which stops half way in the first run of the job, and notes which pieces a run has written. The second
 # one has time enough, on a machine of any load.
 SLOW = """

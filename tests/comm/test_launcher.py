@@ -115,10 +115,57 @@ def test_a_batch_script_without_srun_is_told_so():
     assert "without srun" not in alone(STEP, 1, "some MPI")
 
 
+SLURM_2 = {"SLURM_JOB_NUM_NODES": "2", "SLURM_TASKS_PER_NODE": "1(x2)"}  # salloc -N2
+UNUSED = {
+    "Slurm allocated 2 tasks": SLURM_2,
+    "Slurm allocated 8 tasks": {**SLURM_2, "SLURM_NTASKS_PER_NODE": "4", "SLURM_PROCID": "0"},
+    "Slurm allocated 4 tasks": {"SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS_PER_NODE": "4"},
+    "PBS allocated 2 nodes": {"PBS_NODEFILE": "n1 n1 n2"},
+    "LSF allocated 2 nodes": {"LSB_MCPU_HOSTS": "n1 4 n2 4"},
+    "LSF allocated 3 nodes": {"LSB_MCPU_HOSTS": "batch 1 n1 42 n2 42 n3 42"},
+    "Flux allocated 2 nodes": {"FLUX_URI": "local:///tmp/flux/local-0"},
+}
+ON_PURPOSE = ({"OMPI_COMM_WORLD_SIZE": "1"}, {"PMI_SIZE": "1"}, {"PMIX_RANK": "0"}, {"SLURM_STEP_NUM_TASKS": "1"})
+
+
+@pytest.fixture
+def flux(tmp_path, monkeypatch):
+    """A stand-in, and the file of PBS."""
+    (tmp_path / "flux").write_text('#!/bin/sh\n[ "$*" = "getattr size" ] && echo 2\n')
+    (tmp_path / "flux").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    def filled(environ):
+        if "PBS_NODEFILE" in environ:
+            (tmp_path / "nodes").write_text(environ["PBS_NODEFILE"].replace(" ", "\n") + "\n")
+            return {"PBS_NODEFILE": str(tmp_path / "nodes")}
+        return environ
+
+    return filled
+
+
+@pytest.mark.parametrize("allocated", UNUSED)
+def test_an_allocation_of_several_nodes_is_not_used_by_one_process(allocated, flux):
+    environ = flux(UNUSED[allocated])
+    problem = alone(environ, 1, "some MPI") or ""
+    assert f"{allocated}, and this process was started without " in problem
+    assert alone(environ, 2, "some MPI") is None
+    for launched in ON_PURPOSE:
+        assert alone({**environ, **launched}, 1, "some MPI") is None
+
+
+@pytest.mark.parametrize(
+    "environ", [{"LSB_MCPU_HOSTS": "n1 8"}, {"LSB_MCPU_HOSTS": "batch 1 n1 42"}, {"PBS_NODEFILE": "/no/such/file"}]
+)
+def test_one_node_is_used_by_one_process(environ):
+    assert alone(environ, 1, "some MPI") is None
+
+
 @pytest.mark.parametrize(
     ("environ", "size"),
     [
         ({}, 1),
+        ({"SLURM_JOB_NUM_NODES": "1"}, 1),
         (TORCH, 4),
         (ELASTIC, 4),
         ({**ELASTIC, "WORLD_SIZE": "1"}, 1),

@@ -92,6 +92,24 @@ def test_a_rank_that_never_calls_init():
     assert re.search(text, job.err), job.err
 
 
+@pytest.mark.once
+@pytest.mark.parametrize(("end", "ranks"), [("end", 5), ("stop", 2)])
+def test_a_rank_that_never_starts_mpi(end, ranks):
+    """MPI_Init of the others would wait for ever, and holds Python's lock: none of their threads could tell."""
+    job = mpirun(ranks, str(PROGRAM.with_name("early.py")), end, "1.5")
+    assert job.status != 0
+    said = rf"init\(\) at \S+early.py:\d+ has waited for 1.5 s in MPI_Init.* started {ranks} processes \(.*\[HD120\]\n"
+    assert re.search(said, job.err), job.err
+
+
+@pytest.mark.once
+def test_an_end_that_hangs():
+    """Rank 0 waits in MPI_Finalize, which holds Python's lock, and no watch runs any more."""
+    job = mpirun(2, str(PROGRAM.with_name("early.py")), "late", "4", quick=False)
+    assert job.status != 0
+    assert re.search(r"rank [01] has not ended 4 s after the last call of all ranks.*\[HD121\]\n", job.err), job.err
+
+
 def _said_of_a_killed_rank(pid):
     """The launchers of MPICH and Intel MPI end the job within some 2 ms, before any rank can say a word, and may name
     a process that they have killed themselves: MPICH's that which it finds first, Intel's each of them."""
