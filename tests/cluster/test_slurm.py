@@ -257,7 +257,8 @@ def test_a_rank_that_ends_before_mpi_starts(bin_, pmi, slurm, folder):
     words = ["srun", "-N2", "-n2", f"--mpi={pmi}", "--kill-on-bad-exit=0", "python", "early.py"]
     job = slurm.run(words, cwd=folder, env=_environment(slurm, "srun", bin_))
     assert job.status != 0
-    assert re.search(r"in MPI_Init.*: srun started 2 processes \(SLURM_STEP_NUM_TASKS=2,.*\[HD120\]\n", job.err), job.err
+    said = r"in MPI_Init.*: srun started 2 processes \(SLURM_STEP_NUM_TASKS=2,.*\[HD120\]\n"
+    assert re.search(said, job.err), job.err
 
 
 def test_one_process_in_an_allocation_of_two_nodes_is_refused(slurm, folder):

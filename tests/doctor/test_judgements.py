@@ -268,6 +268,17 @@ def test_ranks_and_cores():
     expect([{**one, "cores": [*one["cores"], *(core + 64 for core in one["cores"])], "cpus": 128} for one in healthy()])
 
 
+def test_mpich_5_under_srun_may_hang_at_its_start():
+    ranks = healthy()
+    for facts in ranks:
+        facts["mpi"]["library"] = "MPICH Version: 5.0.2"
+        facts["environ"] = {"SLURM_STEP_NUM_TASKS": "4", "PMI_RANK": "0"}
+    expect(ranks, "PMI", "warning: MPICH 5 under srun", "MPIR_CVAR_CH4_NETMOD=ofi")
+    for facts in ranks:
+        facts["environ"]["UCX_TLS"] = "tcp"
+    expect(ranks)
+
+
 def test_worlds_of_one_and_locks_that_are_insisted_on():
     lonely = rank(0)
     lonely["mpi"].update(size=1, alone="this process is alone")
@@ -334,7 +345,7 @@ def test_nccl_through_sockets_on_slingshot_and_on_ethernet():
 
 def test_every_finding_that_can_be_ill_has_been_so():
     """Here, or where the doctor meets it."""
-    elsewhere = {"GPUs of the others", "cores", "launcher", "world"}
+    elsewhere = {"GPUs of the others", "PMI", "cores", "launcher", "world"}
     names = {row.name for row in CHECKS if not row.name.startswith("route ")}
     ill_here = {case[1] for case in MADE_UP.values() if not case[1].startswith("route ")}
     assert names - elsewhere == ill_here
