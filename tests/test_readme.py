@@ -37,7 +37,7 @@ def test_its_commands_of_srun_start_the_mpi_that_it_loads():
     """The cluster's Open MPI, in the shell that installs and in the job script. MPICH aborts under PMIx."""
     assert re.search(r"^\$ module load python openmpi && .* && pip install \.$", README, re.MULTILINE)
     assert re.search(r"^set -e; module load python openmpi; source ~/env/bin/activate$", README, re.MULTILINE)
-    assert re.findall(r"^\+?srun --mpi=(\w+) ", README, re.MULTILINE) == 2 * [*PMIS["Open MPI"]]
+    assert re.findall(r"^\+?srun --kill-on-bad-exit=1 --mpi=(\w+) ", README, re.MULTILINE) == 2 * [*PMIS["Open MPI"]]
     (script,) = re.findall(r"^```bash\n#!.*?^```$", README, re.MULTILINE | re.DOTALL)
     assert script in (ROOT / "docs" / "start" / "slurm.md").read_text()
 
