@@ -98,6 +98,7 @@ _TORCHRUN = Launcher(
     fix=_NOT_MPI,
     mpi=False,
 )
+_STEP = "SLURM_STEP_NUM_TASKS"
 # The shell of a batch job or of salloc: no launcher has started ranks.
 _BATCH = Launcher("Slurm", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", fix=_SLURM, one="srun -n 1")
 
@@ -113,7 +114,7 @@ _LAUNCHERS = (
     ),
     replace(_prefixed("horovodrun", "HOROVOD"), fix=_NOT_MPI, mpi=False),
     Launcher("flux run", "FLUX_JOB_SIZE", "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", fix=_FLUX, one="flux run -n 1"),
-    Launcher("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", fix=_SLURM, one="srun -n 1"),
+    Launcher("srun", _STEP, "SLURM_PROCID", "SLURM_LOCALID", fix=_SLURM, one="srun -n 1"),
     _PALS,  # after Flux and Slurm, which set its variables for Cray MPICH, too
     Launcher("an mpirun with PMI (or srun --mpi=pmi2)", "PMI_SIZE", "PMI_RANK", fix=f"{_OWN_MPIRUN}. {_SLURM}"),
     Launcher("aprun", "", "ALPS_APP_PE", one="aprun -n 1"),
@@ -172,7 +173,10 @@ def _by_torchrun(environ: Mapping[str, str]) -> bool:
 def _present(environ: Mapping[str, str]) -> list[Launcher]:
     """Return the launchers whose variables may be here, the nearest first."""
     order = (_TORCHRUN, *_LAUNCHERS) if _by_torchrun(environ) else _LAUNCHERS
-    return [launcher for launcher in order if not launcher.sign or _number(environ, launcher.sign) is not None]
+    found = [launcher for launcher in order if not launcher.sign or _number(environ, launcher.sign) is not None]
+    # srun sets SLURM_NTASKS to the same number. A job that a step has submitted inherits the step's other variables.
+    left = environ.get("SLURM_NTASKS", environ.get(_STEP)) != environ.get(_STEP)
+    return [launcher for launcher in found if launcher.size != _STEP or not left]
 
 
 def nearest(environ: Mapping[str, str]) -> tuple[Launcher, str, int] | None:

@@ -113,6 +113,7 @@ def test_a_batch_script_without_srun_is_told_so():
     assert "started without srun" in problem
     assert "Write srun before python" in problem
     assert "without srun" not in alone(STEP, 1, "some MPI")
+    assert "without srun" in alone({**IN_SLURM, "SLURM_STEP_NUM_TASKS": "1"}, 1, "some MPI")  # submitted by a step
 
 
 SLURM_2 = {"SLURM_JOB_NUM_NODES": "2", "SLURM_TASKS_PER_NODE": "1(x2)"}  # salloc -N2
@@ -178,7 +179,8 @@ def test_one_node_is_used_by_one_process(environ):
         ({"SLURM_NTASKS": "4", "OMPI_COMM_WORLD_SIZE": "1"}, 1),
         ({"SLURM_NTASKS": "4", "PMI_SIZE": "1"}, 1),
         ({"SLURM_NTASKS": "1"}, 1),
-        ({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}, 1),
+        ({"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_TASKS_PER_NODE": "4"}, 1),
+        ({"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "4"}, 1),  # left from the step that has submitted this job
         ({"SLURM_NTASKS": "4(x2)"}, 1),
     ],
 )
