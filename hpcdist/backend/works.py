@@ -8,11 +8,13 @@ Its is_completed() would always be False, and a receive from any rank could not 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -123,14 +125,19 @@ class Finished(dist.Work):
         if hasattr(_asked, "found"):
             _asked.found = self
             future.set_result(None)
-        else:
-            self._fill(future)
-        return future
+            return future
+        return self._filled(future, sys._getframe().f_back)
 
-    def _fill(self, future: Future[Any]) -> None:
-        """Let a future of torch have the result, now or when the call is done."""
+    def _filled(self, future: Future[Any], caller: FrameType | None) -> Future[Any]:
+        """Return a future that has the result, now or when the call is done.
+
+        Args:
+            future: one that nobody has seen.
+            caller: who asks for it.
+        """
         self.wait()
         future.set_result(self._tensors)
+        return future
 
 
 DONE = Finished()
@@ -180,18 +187,43 @@ class Queued(Finished):
     def exception(self) -> BaseException | None:
         return self._done.exception() if self._done.done() else None
 
-    def _fill(self, future: Future[Any]) -> None:
+    def _filled(self, future: Future[Any], caller: FrameType | None) -> Future[Any]:
         self._heard.append(None)
-        tensors = self._tensors
+        done, tensors = self._done, self._tensors
+        # DDP's reducer asks from the engine of gradients, in C++, whose thread on a GPU has no frame of Python.
+        reduces = caller is None or caller.f_globals.get("__name__") == "torch.autograd.graph"
 
-        def end(done: Any) -> None:
+        def result(_: Any) -> Any:
             error = done.exception()
             if error is None:
-                future.set_result(tensors)
-            else:
-                future.set_exception(error)
+                return tensors
+            if reduces:
+                return [_refused(error)]
+            raise error
 
-        self._done.add_done_callback(end)
+        # Not by set_exception(), which stores the error as a value, and C++ takes a value for tensors.
+        outcome = future.then(result)
+        done.add_done_callback(lambda _: future.set_result(None))
+        return outcome
+
+
+class _Refused(Tensor):
+    """What DDP's reducer gets of a failed call: a tensor that raises the call's error wherever it is used.
+
+    From a future that holds an error, the reducer would raise a RuntimeError that only quotes it.
+    """
+
+    error: BaseException
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise next(x.error for x in tensors_in([args, kwargs]) if isinstance(x, cls))
+
+
+def _refused(error: BaseException) -> Tensor:
+    x = torch.empty(0, device="cpu").as_subclass(_Refused)
+    x.error = error
+    return x
 
 
 class Transfer(Finished):

@@ -3,11 +3,15 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from collective import assert_on_all_ranks, goes_on, raises_on_all_ranks, several_ranks
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from training import check_close, check_same_on_all_ranks, data_of, mlp, mse, shard_of, train
+
+from hpcdist import RankError
 
 pytestmark = pytest.mark.mpi
 
@@ -37,6 +41,36 @@ def test_training_equals_that_of_one_process(world, rank, findings, mib, view):
     train(ddp, torch.optim.Adam(ddp.parameters(), 0.01), own)
     check_close(findings, model.parameters(), _alone(data).parameters(), "parameters")
     check_same_on_all_ranks(findings, world.comm, list(model.parameters()), "parameters")
+
+
+FUTURES = {
+    "DDP": lambda: _backward(),
+    "DDP with a hook": lambda: _backward(default_hooks.allreduce_hook),
+    "DDP with a hook that returns its future": lambda: _backward(
+        lambda _, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    ),
+    "future": lambda: dist.all_reduce(torch.ones(4), async_op=True).get_future().wait(),
+    "functional": lambda: funcol.all_reduce(torch.ones(4), "sum", dist.group.WORLD) + 1,
+}
+
+
+def _backward(hook=None):
+    model = DistributedDataParallel(nn.Linear(3, 1), init_sync=False)
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    model(torch.ones(2, 3)).sum().backward()
+
+
+@several_ranks
+@pytest.mark.parametrize("what", FUTURES)
+def test_a_refused_call_is_an_error_for_all_that_read_its_future(what, world, rank, last):
+    """In C++, too, which takes the value of a future for tensors."""
+    step = FUTURES[what] if rank == last else lambda: dist.broadcast(torch.ones(1), 0)
+    error = raises_on_all_ranks(world.comm, RuntimeError, step, same_text=False)
+    quoted = rank == last and what in ("DDP with a hook", "DDP with a hook that returns its future", "future")
+    right = "HD301" in str(error) and isinstance(error, RankError) is not quoted
+    assert_on_all_ranks(world.comm, right, f"{type(error)}: {error}")
+    goes_on(world)
 
 
 class _Branches(nn.Module):
