@@ -111,7 +111,7 @@ def recv(
         HpcdistError: if the message is damaged.
     """
     ours, peer, steps = _receiving(source, tag, group, allow_pickle)
-    with activity.InCall("recv", ours.context.team, peer, route="mpi"):
+    with activity.InCall("recv", ours.context.team, peer, ours.behind(peer), route="mpi"):
         got: tuple[Any, int] = ours.recv(steps)
     return got if with_source else got[0]
 
@@ -171,6 +171,8 @@ def _checked(group: Any, tag: Any, name: str, rank: Any) -> tuple[Context, Group
         (name, rank, ranks.size - 1, f" in a group of {ranks.size} ranks"),
         ("tag", tag, most, ", the maximum of this MPI"),
     ):
+        if isinstance(value, bool):
+            raise refusal(TypeError, "HD201", f"{what} must be an int, got {value}")
         if (value is not None or name == "dest") and not 0 <= index(value) <= last:
             raise refusal(ValueError, "HD204", f"{what} is {value}, expected 0 to {last}{why}")
     return context, ranks

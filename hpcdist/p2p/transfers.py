@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Generator
 from concurrent import futures
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpcdist import activity
+from hpcdist.activity import callsite
 from hpcdist.comm.messages import Envelope, memory, pieces, with_envelope
 from hpcdist.comm.team import Context, Group
 from hpcdist.comm.worker import Worker
@@ -30,6 +32,7 @@ from hpcdist.tensors.tree import Tree, decode
 T = TypeVar("T")
 
 _SPINS = 200  # polls before the first sleep
+_REMEMBERED = 16  # receives in the background
 _MAX_SLEEP = 2e-4  # seconds between two polls, when nothing has happened for a while
 
 
@@ -181,6 +184,7 @@ class Transport:
         self._jobs: list[_Job] = []  # the callers append, the worker replaces: each is one step of Python
         self._ending = False
         self._numbers = count()
+        self._receives: deque[tuple[int, str, list[None]]] = deque(maxlen=_REMEMBERED)
 
     def send(self, outgoing: Outgoing) -> None:
         """Send in the foreground."""
@@ -232,7 +236,16 @@ class Transport:
     def irecv(self, steps: Steps[T], peer: int) -> Handle[T]:
         """Receive in the background from `peer`, a world rank."""
         check_threads()
-        return Handle(self._queue(steps), "irecv().wait", self.context.team, peer)
+        handle = Handle(self._queue(steps), "irecv().wait", self.context.team, peer)
+        self._receives.append((peer, callsite.where("irecv").decode(), handle.heard))
+        return handle
+
+    def behind(self, peer: int) -> bytes | None:
+        """Return how a table describes a recv from `peer`, if an earlier irecv may take its message; else None."""
+        for other, text, heard in self._receives:
+            if other in (peer, activity.ANYBODY) and not heard:
+                return f"{callsite.where('recv').decode()}, after {text}, whose wait() has not returned,".encode()
+        return None
 
     def _queue(self, steps: Steps[T]) -> futures.Future[T]:
         """Submit a transfer to the thread."""

@@ -31,6 +31,9 @@ class Handle(Generic[T]):
     Until it is done, the arguments of the call must not be changed. Several calls may be in flight: those of one group
     run in the order of the calls.
 
+    Attributes:
+        heard: not empty after wait() has returned, or raised the call's error.
+
     Example::
 
         >>> handle = hd.concat(x, async_op=True)
@@ -51,8 +54,8 @@ class Handle(Generic[T]):
         self._depends_on = team, peer  # unless something else watches over the call
         self._finish = finish  # runs once, in the thread that waits
         self._finished: list[T] = []
-        self._heard: list[None] = []
-        note_failure(future, what.removesuffix(".wait"), self._heard)
+        self.heard: list[None] = []
+        note_failure(future, what.removesuffix(".wait"), self.heard)
 
     def wait(self, timeout: timedelta | float | None = None) -> T:
         """Wait for the result and return it, or raise the error of the call.
@@ -80,7 +83,7 @@ class Handle(Generic[T]):
             ) from None
         finally:
             if self._future.done():
-                self._heard.append(None)
+                self.heard.append(None)
         if not self._finished:
             self._finished.append(result if self._finish is None else self._finish(result))
             self._finish = None  # and what it keeps alive

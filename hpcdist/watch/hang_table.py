@@ -217,6 +217,11 @@ def _circle(
     if rank not in path:
         return []
     circle = path[path.index(rank) :]
+    if len(circle) == 1:
+        text = (
+            f"rank {rank} waits for itself, in {waits_for[rank][0].text}: what it sent itself has gone to an earlier "
+        )
+        return [coded("HD601", f"{text}receive, or was not sent")]
     steps = [f"rank {r} is in {waits_for[r][0].text} and waits for rank {waits_for[r][1]}" for r in circle]
     return [coded("HD601", f"they wait for each other: {'; '.join(steps[:_ALIKE])}")]
 

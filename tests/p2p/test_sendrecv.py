@@ -110,6 +110,8 @@ def test_wrong_arguments_are_told_here(world, size):
         (ValueError, "dest is -1, expected 0 to", lambda: hd.send(1, -1)),
         (ValueError, "dest is", lambda: hd.isend(1, size)),
         (TypeError, "integer", lambda: hd.send(1, "0")),
+        (TypeError, "HD201", lambda: hd.send(1, True)),
+        (TypeError, "HD201", lambda: hd.irecv(0, False)),
         (ValueError, "tag is -1", lambda: hd.isend(1, 0, -1)),
         (ValueError, "tag is", lambda: hd.recv(tag=2**40)),
         (ValueError, "source is", lambda: hd.irecv(size)),

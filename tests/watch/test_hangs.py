@@ -241,3 +241,17 @@ def test_a_program_that_uses_the_signal_itself_keeps_it_and_ends_as_it_likes_aft
     """
     job = mpirun(2, code=code)
     assert (job.status, job.out, "os._exit" in job.err) == (0, "got 4\n" * 2, False), job
+
+
+def test_a_receive_behind_one_that_is_still_open():
+    code = """
+        import torch, hpcdist as hd
+        with hd.init():
+            hd.irecv(0)  # takes the message
+            hd.isend(torch.ones(3), 0).wait()
+            hd.recv(0)
+    """
+    job = mpirun(0, code=code, env={"HPCDIST_TIMEOUT": "1"})
+    assert job.status != 0
+    found = re.search(r"rank 0 waits for itself, in recv\(\) at \S+:6, after irecv\(\) at \S+:4, whose wait", job.err)
+    assert found, job.err
