@@ -1,24 +1,27 @@
 """Compare the calls of the ranks of a process group, in each collective before its data move.
 
 MPI does not look: a longer message than expected may be written beyond the tensor, a shorter one leaves its end as it
-was, and different collectives wait for each other. So each collective begins with one Allgather of two numbers a rank:
+was, and different collectives wait for each other. So each collective begins with one Allgather, of three numbers and
+small data:
 
 - a digest of what must be the same on all ranks: call, dtype, root, operation, and the sizes that all ranks know;
 - the balance of what only pairs of ranks know: each rank adds ``key(me, dest) * elements`` for each message that it
   sends, and subtracts ``key(source, me) * elements`` for each one that it expects. If all pairs agree, the balances of
-  all ranks add up to 0 modulo 2^64. The keys are pseudo-random and odd: else they do so once in some 2^60 calls.
+  all ranks add up to 0 modulo 2^64. The keys are pseudo-random and odd: else they do so once in some 2^60 calls;
+- the bytes of its data that follow, LARGE if they do not fit, or REFUSED if it has an argument that cannot be sent.
 
-All ranks have the same numbers, so all find the same. Only if these differ, the ranks exchange descriptions of their
-calls.
+All ranks have the same numbers, so all find the same. If the data of all ranks fit, they have arrived, and nothing else
+is sent. Only if the ranks differ, they exchange descriptions of their calls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import zip_longest
-from struct import Struct, unpack
+from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpi4py import MPI
@@ -26,9 +29,10 @@ from torch import Tensor, dtype
 
 from hpcdist import activity
 from hpcdist.activity import callsite
-from hpcdist.backend.host_copies import UnusableError
+from hpcdist.backend.host_copies import UnusableError, address
 from hpcdist.control import objects
 from hpcdist.errors import SHOWN, RankError, coded, listed
+from hpcdist.layout import limits
 from hpcdist.process import abort
 
 if TYPE_CHECKING:
@@ -37,9 +41,12 @@ if TYPE_CHECKING:
 Sizes = tuple[tuple[int, dtype], ...]  # elements and dtype of tensors
 Counts = Mapping[int, int]  # elements by rank
 
+Chunks = Sequence[memoryview]  # the data that came behind the header of each rank
+
 _NONE: Counts = {}
-_HEADER = Struct("<QQ")  # digest, balance
+_HEADER = Struct("<QQq8x")  # digest, balance, bytes of data; data of any dtype are aligned behind it
 _RANGE = 2**64
+LARGE, REFUSED = -1, -2
 
 
 class Call(NamedTuple):
@@ -50,6 +57,7 @@ class Call(NamedTuple):
         sizes: those of the tensors that have the same sizes on all ranks.
         rest: what else must be the same: the operation, the root (an int), the dtype of messages.
         sends, recvs: elements that this rank sends to each rank, or expects from it, itself included.
+        problem: why a tensor of this rank cannot be sent.
     """
 
     verb: str
@@ -57,6 +65,26 @@ class Call(NamedTuple):
     rest: tuple[Any, ...] = ()
     sends: Counts = _NONE
     recvs: Counts = _NONE
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """A collective whose data travel behind the headers if they are small. Called as its `run`.
+
+    Attributes:
+        run: moves the data, given the team and the arguments.
+        send: returns what this rank sends so, given the same: contiguous host memory, one tensor after the other; None
+            if it does not fit.
+        take: writes this rank's result, given the data of all ranks, and then the same.
+    """
+
+    run: Callable[..., None]
+    send: Callable[..., Sequence[Tensor] | None]
+    take: Callable[..., None]
+
+    def __call__(self, team: Team, *args: Any) -> None:
+        self.run(team, *args)
 
 
 def sizes(*tensors: Tensor) -> Sizes:
@@ -67,12 +95,16 @@ def checked(team: Team, call: Call, step: Callable[..., None], *args: Any) -> No
     """Run the step of a call, if all ranks make the same call. Another error on this rank alone ends the job.
 
     Raises:
-        RankError: on every rank, if they do not.
+        RankError: on every rank, if they do not, or if one of them has a tensor that cannot be sent.
         UnusableError: for an argument, before data move.
     """
     try:
-        if team.size > 1:
-            _compare(team, call)
+        if team.size > 1 or call.problem:
+            small = step if isinstance(step, Step) and not call.problem else None
+            chunks = _compare(team, call, None if small is None else small.send(team, *args))
+            if small is not None and chunks is not None:
+                small.take(chunks, team, *args)
+                return
         step(team, *args)
     except BaseException as error:
         if team.size > 1 and not isinstance(error, (RankError, UnusableError)):
@@ -80,20 +112,39 @@ def checked(team: Team, call: Call, step: Callable[..., None], *args: Any) -> No
         raise
 
 
-def _compare(team: Team, call: Call) -> None:
-    verb, sizes, rest, sends, recvs = call
+def _compare(team: Team, call: Call, data: Sequence[Tensor] | None) -> Chunks | None:
+    """Compare the calls of all ranks; return the data of all ranks, if they came along."""
+    verb, sizes, rest, sends, recvs, problem = call
     digest, balance, size = _digest(verb, sizes, rest), 0, team.size
     if sends or recvs:
         to, of = _keys(team.rank, size)
         balance = sum([to[rank] * count for rank, count in sends.items()])
         balance -= sum([of[rank] * count for rank, count in recvs.items()])
-    mine = _HEADER.pack(digest, balance % _RANGE)
-    found = bytearray(_HEADER.size * size)
-    team.comm.Allgather([mine, MPI.BYTE], [found, _HEADER.size, MPI.BYTE])
-    if balance or found != mine * size:
-        numbers = unpack(f"<{2 * size}Q", found)
-        if numbers[::2] != (digest,) * size or sum(numbers[1::2]) % _RANGE:
-            _raise_difference(team, call)
+    behind = [] if data is None else [address(x) for x in data]
+    nbytes = REFUSED if problem else LARGE if data is None else sum(map(len, behind))
+    stride, unpack = _messages(size)
+    own = b"".join((_HEADER.pack(digest, balance % _RANGE, nbytes), *behind)).ljust(stride, b"\0")
+    found = bytearray(stride * size)
+    team.comm.Allgather([own, MPI.BYTE], [found, stride, MPI.BYTE])
+    numbers = unpack(found)
+    if numbers[::3] != (digest,) * size or sum(numbers[1::3]) % _RANGE or min(numbers[2::3]) == REFUSED:
+        _raise_difference(team, call)
+    if min(numbers[2::3]) == LARGE:
+        return None
+    whole = memoryview(found)
+    return [whole[at + _HEADER.size : at + stride] for at in range(0, stride * size, stride)]
+
+
+@lru_cache(maxsize=64)
+def _messages(size: int) -> tuple[int, Callable[[Any], tuple[int, ...]]]:
+    """Return the bytes of a rank's message in a team of some size, and what returns the numbers of all messages."""
+    room = capacity(size)
+    return _HEADER.size + room, Struct("<" + f"QQq{8 + room}x" * size).unpack
+
+
+def capacity(size: int) -> int:
+    """Return how many bytes of a rank's data fit behind its header, in a team of `size` ranks."""
+    return max(0, min(limits.INLINE, limits.SHORT // size - _HEADER.size)) // 16 * 16
 
 
 @lru_cache(maxsize=1024)  # a program repeats its calls
@@ -117,13 +168,14 @@ def _key(source: int, dest: int) -> int:
 
 class _Told(NamedTuple):
     """A rank's description of its call for the others: as text, the tensors and all that must be the same; its place;
-    and its messages."""
+    its messages; and the problem of its tensors."""
 
     verb: str
     parts: list[str]
     place: str
     sends: Counts
     recvs: Counts
+    problem: str | None
 
     def shown(self, first: int) -> str:
         """Describe the call, with the tensors from number `first` on."""
@@ -136,11 +188,14 @@ def _raise_difference(team: Team, call: Call) -> None:
     """Raise the same RankError on every rank."""
     parts = [f"{count} x {kind}" for count, kind in call.sizes]
     parts += [f"root {value}" if isinstance(value, int) else str(value) for value in call.rest]
-    told = _Told(call.verb, parts, _place(), call.sends, call.recvs)
+    told = _Told(call.verb, parts, _place(), call.sends, call.recvs, call.problem)
     every: list[_Told] = objects.all_gather_object(team.comm, told, call.verb)
-    problems = dict(_other_calls(every)) or dict(_unmatched(every))
     group = "" if team.peers == list(range(team.size)) else f"; in the group of world ranks {listed(team.peers)}"
-    objects.raise_problems(every[0].verb, {rank: coded("HD301", text + group) for rank, text in problems.items()})
+    problems = {rank: coded("HD202", told.problem + group) for rank, told in enumerate(every) if told.problem}
+    if not problems:
+        wrong = dict(_other_calls(every)) or dict(_unmatched(every))
+        problems = {rank: coded("HD301", text + group) for rank, text in wrong.items()}
+    objects.raise_problems(every[0].verb, problems)
 
 
 def _place() -> str:

@@ -1,7 +1,8 @@
 """The collectives of a process group on contiguous host memory. Each is called by all ranks in the same order.
 
-Messages are bytes, whatever the dtype. If every rank knows the counts of all ranks, MPI's own collective moves the
-data. If a rank knows only its own, sends and receives do. All ranks must use the same of the two in one call.
+Messages are bytes, whatever the dtype. Small data travel behind the headers by which the ranks compare their calls: see
+Step. If every rank knows the counts of all ranks, MPI's own collective moves the data. If a rank knows only its own,
+sends and receives do. All ranks must use the same of the two in one call.
 
 Large reductions and broadcasts of one node go through memory that its ranks share, in rounds: in each, every rank
 writes its data for the others into its slot, reduces its own part from all slots, and copies the others' parts of the
@@ -20,7 +21,7 @@ from mpi4py import MPI
 from torch import Tensor, split
 
 from hpcdist import activity, layout
-from hpcdist.backend.agreement import Counts
+from hpcdist.backend.agreement import Chunks, Counts, Step, capacity
 from hpcdist.backend.host_copies import (
     address,
     bytes_of,
@@ -55,7 +56,24 @@ def barrier(team: Team) -> None:
     """Do nothing more: the comparison before each call has a message from every rank."""
 
 
-def broadcast(team: Team, x: Tensor, root: int) -> None:
+def _small(team: Team, *tensors: Tensor) -> list[Tensor] | None:
+    """Return tensors of one size as they are sent behind the header; None if they do not fit, or differ in size."""
+    nbytes = tensors[0].nbytes if tensors else 0
+    for x in tensors:
+        if x.nbytes != nbytes or not x.is_cpu:
+            return None
+    return None if nbytes * len(tensors) > capacity(team.size) else [x if is_plain(x) else readable(x) for x in tensors]
+
+
+def _write(out: Tensor, data: Any) -> None:
+    """Write the memory of a contiguous tensor into `out`, which has its size and dtype."""
+    if is_plain(out):
+        address(out)[:] = data
+    elif out.numel():
+        copyto(out, torch.frombuffer(bytearray(data), dtype=torch.uint8).view(out.dtype))
+
+
+def _broadcast(team: Team, x: Tensor, root: int) -> None:
     with nullcontext(readable(x)) if team.rank == root else writable(x) as whole:
         memory = address(whole)
         if len(memory) < PIPELINED or not _broadcast_shared(team, whole, root):
@@ -63,10 +81,26 @@ def broadcast(team: Team, x: Tensor, root: int) -> None:
                 team.comm.Bcast(piece, root)
 
 
-def all_gather_single(team: Team, out: Tensor, x: Tensor) -> None:
+def _take_broadcast(chunks: Chunks, team: Team, x: Tensor, root: int) -> None:
+    if team.rank != root:
+        _write(x, chunks[root][: x.nbytes])
+
+
+broadcast = Step(_broadcast, lambda team, x, root: _small(team, *[x] * (team.rank == root)), _take_broadcast)
+
+
+def _all_gather_single(team: Team, out: Tensor, x: Tensor) -> None:
     """Gather equal tensors into `out`, one after the other."""
     with writable(out, read=False) as whole:
         _allgather(team, flat(whole), flat(readable(x)))
+
+
+def _take_all_gather_single(chunks: Chunks, team: Team, out: Tensor, x: Tensor) -> None:
+    nbytes = x.nbytes
+    _write(out, b"".join([chunk[:nbytes] for chunk in chunks]))
+
+
+all_gather_single = Step(_all_gather_single, lambda team, out, x: _small(team, x), _take_all_gather_single)
 
 
 def _allgather(team: Team, out: Tensor, x: Tensor) -> None:
@@ -82,7 +116,7 @@ def _gather_bytes(team: Team, send: Tensor, recv: Tensor, counts: list[int]) -> 
     MPI_ROUTE.prepare(team, "allgatherv", Vector.packed(counts))(send, recv)
 
 
-def all_gather(team: Team, outs: Sequence[Tensor], x: Tensor) -> None:
+def _all_gather(team: Team, outs: Sequence[Tensor], x: Tensor) -> None:
     """Gather the tensor of rank i into ``outs[i]``; their sizes may differ."""
     if sum(out.nbytes for out in outs) <= PACKED:
         whole = scratch([sum(out.numel() for out in outs)], x.dtype)
@@ -93,7 +127,15 @@ def all_gather(team: Team, outs: Sequence[Tensor], x: Tensor) -> None:
         exchange(team, dict.fromkeys(range(team.size), x), dict(enumerate(outs)))
 
 
-def all_to_all_single(team: Team, out: Tensor, x: Tensor, recvs: Counts, sends: Counts) -> None:
+def _take_all_gather(chunks: Chunks, team: Team, outs: Sequence[Tensor], x: Tensor) -> None:
+    for out, chunk in zip(outs, chunks, strict=True):
+        _write(out, chunk[: out.nbytes])
+
+
+all_gather = Step(_all_gather, lambda team, outs, x: _small(team, x), _take_all_gather)
+
+
+def _all_to_all_single(team: Team, out: Tensor, x: Tensor, recvs: Counts, sends: Counts) -> None:
     """Send consecutive parts of `x` to the ranks, and receive parts of `out`, given their numbers of elements."""
     with writable(out, read=False) as whole:
         send = readable(x)
@@ -108,6 +150,18 @@ def all_to_all_single(team: Team, out: Tensor, x: Tensor, recvs: Counts, sends: 
         MPI.Request.Waitall(requests)
 
 
+def _send_equal(team: Team, out: Tensor, x: Tensor, recvs: Counts, sends: Counts) -> list[Tensor] | None:
+    return _small(team, x) if len(set(sends.values())) == 1 else None
+
+
+def _take_all_to_all_single(chunks: Chunks, team: Team, out: Tensor, x: Tensor, recvs: Counts, sends: Counts) -> None:
+    lengths = [out.itemsize * recvs[source] for source in range(team.size)]
+    _write(out, b"".join([chunk[n * team.rank :][:n] for chunk, n in zip(chunks, lengths, strict=True)]))
+
+
+all_to_all_single = Step(_all_to_all_single, _send_equal, _take_all_to_all_single)
+
+
 def _parts(x: Tensor, counts: Counts) -> list[Any]:
     """Cut the memory of a tensor into the elements of each rank."""
     memory = address(x)
@@ -120,7 +174,7 @@ def copyto(out: Tensor, x: Tensor) -> None:
         out.detach().copy_(x.detach().view(out.shape) if x.is_contiguous() else x.detach().reshape(out.shape))
 
 
-def exchange(team: Team, sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> None:
+def _exchange(team: Team, sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> None:
     """Send and receive separate tensors, at most one for each pair of ranks and direction; copy this rank's own.
 
     The result is that of sends from copies, and of receives in the order of the ranks, whatever memory they share.
@@ -147,6 +201,24 @@ def exchange(team: Team, sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> 
     for rank, out in recvs.items():
         if into[rank] is not out:
             copyto(out, into[rank])
+
+
+def _send_all(team: Team, sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> list[Tensor] | None:
+    return _small(team, *sends.values())
+
+
+def _take_own(chunks: Chunks, team: Team, sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> None:
+    for source, out in recvs.items():
+        _write(out, chunks[source][out.nbytes * team.rank :][: out.nbytes])
+
+
+def _take_whole(chunks: Chunks, team: Team, sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> None:
+    for source, out in recvs.items():
+        _write(out, chunks[source][: out.nbytes])
+
+
+exchange = Step(_exchange, _send_all, _take_own)  # each sends to all ranks, or to none
+gather = Step(_exchange, _send_all, _take_whole)  # to one
 
 
 def _same(out: Tensor, x: Tensor) -> bool:
@@ -197,7 +269,7 @@ def reduce(team: Team, x: Tensor, op: Reduction, root: int) -> None:
         copyto(x, mine.view(x.shape))
 
 
-def reduce_scatter(team: Team, out: Tensor, xs: Sequence[Tensor], op: Reduction) -> None:
+def _reduce_scatter(team: Team, out: Tensor, xs: Sequence[Tensor], op: Reduction) -> None:
     """Reduce ``xs[i]`` of all ranks into `out` of rank i; the sizes may differ from rank to rank."""
     numel = out.numel()
     memory = scratch([numel * team.size], out.dtype)
@@ -208,6 +280,19 @@ def reduce_scatter(team: Team, out: Tensor, xs: Sequence[Tensor], op: Reduction)
         op.of(received, flat(whole))
 
 
+def _take_reduce_scatter(chunks: Chunks, team: Team, out: Tensor, xs: Any, op: Reduction) -> None:
+    numel = out.numel()
+    if numel:
+        start = team.rank * out.nbytes
+        with writable(out, read=False) as whole:
+            op.of([torch.frombuffer(x, dtype=out.dtype, count=numel, offset=start) for x in chunks], flat(whole))
+
+
+reduce_scatter = Step(
+    _reduce_scatter, lambda team, out, xs, op: _small(team, *[op.scaled(x) for x in xs]), _take_reduce_scatter
+)
+
+
 def coalesced(team: Team, xs: Sequence[Tensor], op: Reduction) -> None:
     """Reduce several tensors of one dtype on every rank."""
     whole = packed(xs)
@@ -215,10 +300,15 @@ def coalesced(team: Team, xs: Sequence[Tensor], op: Reduction) -> None:
     unpack(whole, xs)
 
 
-def reduce_scatter_single(team: Team, out: Tensor, x: Tensor, op: Reduction) -> None:
+def _reduce_scatter_single(team: Team, out: Tensor, x: Tensor, op: Reduction) -> None:
     """Reduce consecutive equal parts of `x`, that of rank i into `out` of rank i."""
     whole = flat(readable(x))
     reduce_scatter(team, out, list(split(whole, out.numel())) if out.numel() else [whole] * team.size, op)
+
+
+reduce_scatter_single = Step(
+    _reduce_scatter_single, lambda team, out, x, op: _small(team, op.scaled(x)), _take_reduce_scatter
+)
 
 
 def _shared_memory(team: Team, nbytes: int) -> Tensor | None:

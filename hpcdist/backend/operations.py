@@ -30,7 +30,7 @@ from hpcdist.backend.works import DONE, Finished, Queued, Transfer, forget_done,
 from hpcdist.comm.team import Group, Settings, Team, create_group
 from hpcdist.errors import refusal
 from hpcdist.tensors import accelerator
-from hpcdist.tensors.storage import tensors_in
+from hpcdist.tensors.storage import problem, tensors_in
 
 Tensors = list[Tensor]
 _NOTHING = timedelta(0)
@@ -127,13 +127,18 @@ class Operations:
             step, args: what to run, after the team as its first argument.
             writes: whether this rank's `tensors` are written.
         """
-        team, verb = self._team, call.verb
-        if writes:
-            _check_writable(verb, tensors)
-        self._calls += 1
-        found = tensors_in(args)
+        team, verb, found = self._team, call.verb, tensors_in(args)
         if torch_names.AsyncTensor in map(type, found):
             args = _own(args)
+            found = tensors_in(args)
+        sparse = step is collectives.sparse_all_reduce
+        sent = [torch.empty(0, dtype=x.dtype, device=x.device) for x in found] if sparse else found
+        reason = next(filter(None, map(problem, sent)), None)
+        if reason is not None:
+            call, found = call._replace(problem=f"a tensor {reason}"), []
+        elif writes:
+            _check_writable(verb, tensors)
+        self._calls += 1
         if any(map(Tensor.is_inference, found)):
             step, args = _on_inference, (step, *args)
         blocks, limit = opts is not None and not opts.asyncOp, self._limit
@@ -162,7 +167,7 @@ class Operations:
         return work
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        x, root = _single("broadcast", tensors), 0 if opts is None else opts.rootRank
+        x, root = _single(tensors), 0 if opts is None else opts.rootRank
         _check_rank("broadcast", root, self._team.size)
         call, writes = Call("broadcast", sizes(x), (root,)), self._team.rank != root
         return self._run(call, opts, tensors, collectives.broadcast, x, root, writes=writes)
@@ -174,7 +179,7 @@ class Operations:
             x = tensors[0]
             call = Call("all_reduce", sizes(x), (f"sparse SUM of {x.sparse_dim()} dims",))
             return self._run(call, opts, tensors, collectives.sparse_all_reduce, x)
-        x = _single("all_reduce", tensors)
+        x = _single(tensors)
         op = _op(opts, x)
         return self._run(Call("all_reduce", sizes(x), (op.name,)), opts, tensors, collectives.all_reduce, x, op)
 
@@ -185,7 +190,7 @@ class Operations:
         return self._run(call, opts, tensors, collectives.coalesced, tensors, op)
 
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
-        x, root = _single("reduce", tensors), opts.rootRank
+        x, root = _single(tensors), opts.rootRank
         _check_rank("reduce", root, self._team.size)
         op = _op(opts, x)
         call, writes = Call("reduce", sizes(x), (op.name, root)), self._team.rank == root
@@ -218,7 +223,7 @@ class Operations:
 
     def _rooted(self, verb: str, opts: Any, result: Any, tensors: Tensors, lists: list[Tensors]) -> dist.Work:
         """Gather, or scatter: each rank has one tensor, and the root alone a list of them, checked by torch."""
-        team, root, x = self._team, opts.rootRank, _single(verb, tensors)
+        team, root, x = self._team, opts.rootRank, _single(tensors)
         _check_rank(verb, root, team.size)
         here, there = {}, {root: x}
         if team.rank == root:
@@ -226,7 +231,8 @@ class Operations:
             here = dict(enumerate(lists[0]))
         sends, recvs = (there, here) if verb == "gather" else (here, there)
         call = Call(verb, (), (x.dtype, root), _counts(sends), _counts(recvs))
-        return self._run(call, opts, result, collectives.exchange, sends, recvs)
+        step = collectives.gather if verb == "gather" else collectives.exchange
+        return self._run(call, opts, result, step, sends, recvs)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> dist.Work:
         out, xs = outputs[0], inputs[0]
@@ -284,19 +290,19 @@ class Operations:
         if not 0 <= tag <= self._most_tag:
             text = f"tag {tag} is not within 0 to {self._most_tag}, which this MPI allows"
             raise _refusal(verb, text, "HD204")
-        return _single(verb, _own(tensors))
+        x = _single(_own(tensors))
+        if (reason := problem(x)) is not None:
+            raise _refusal(verb, f"the tensor {reason}", "HD202")
+        return x
 
 
 def _refusal(verb: str, text: str, code: str = "HD701", kind: type[ValueError] = ValueError) -> Exception:
     return refusal(kind, code, f"{verb}: {text}")
 
 
-def _single(verb: str, tensors: Tensors | Tensor) -> Tensor:
+def _single(tensors: Tensors | Tensor) -> Tensor:
     """Return the only tensor of a list."""
-    x = tensors if isinstance(tensors, Tensor) else tensors[0]
-    if x.layout is not torch.strided:
-        raise _refusal(verb, f"expected a dense tensor, got layout {x.layout}", "HD202")
-    return x
+    return tensors if isinstance(tensors, Tensor) else tensors[0]
 
 
 def _check_writable(verb: str, outputs: Any) -> None:
@@ -320,9 +326,9 @@ def _check_alike(verb: str, tensors: Sequence[Tensor]) -> None:
         raise _refusal(verb, "requires a non-empty list of tensors")
     dtype, device = tensors[0].dtype, tensors[0].device
     for x in tensors:
-        if x.dtype != dtype or x.device != device or x.layout is not torch.strided:
-            text = f"got {x.dtype} on {x.device}, {x.layout}, and {dtype} on {device}"
-            raise _refusal(verb, f"tensors must be dense and have the same dtype and device, {text}")
+        if x.dtype != dtype or x.device != device:
+            text = f"got {x.dtype} on {x.device} and {dtype} on {device}"
+            raise _refusal(verb, f"tensors must have the same dtype and device, {text}")
 
 
 def _check_gathered(verb: str, many: Sequence[Tensor], x: Tensor, team: Team) -> None:

@@ -216,7 +216,7 @@ class _Refused(Tensor):
     error: BaseException
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise next(x.error for x in tensors_in([args, kwargs]) if isinstance(x, cls))
 
 

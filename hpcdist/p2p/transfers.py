@@ -236,7 +236,7 @@ class Transport:
     def irecv(self, steps: Steps[T], peer: int) -> Handle[T]:
         """Receive in the background from `peer`, a world rank."""
         check_threads()
-        handle = Handle(self._queue(steps), "irecv().wait", self.context.team, peer)
+        handle: Handle[T] = Handle(self._queue(steps), "irecv().wait", self.context.team, peer)
         self._receives.append((peer, callsite.where("irecv").decode(), handle.heard))
         return handle
 

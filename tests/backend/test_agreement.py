@@ -11,6 +11,7 @@ from collective import all_gather_single, assert_on_all_ranks, raises_on_all_ran
 from launch import finished
 
 from hpcdist.errors import RankError
+from hpcdist.runtime import registration
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 PROGRAM = str(Path(__file__).with_name("differing_calls.py"))
@@ -75,6 +76,30 @@ def test_sizes_and_dtypes(verb, world, last):
             assert named, text
             assert text.startswith(f"{name}() was refused on all ranks")
             assert text.count("test_agreement.py:") >= 2, text
+
+
+SINGLE = ("all_gather_single", "reduce_scatter_single", "all_to_all_single")  # these tests' repeat() takes few kinds
+ODD = {
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8),
+    "layout torch.sparse_csr": lambda: torch.eye(2).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(1)]),
+    "device meta": lambda: torch.ones(2, device="meta"),
+    "subclass": lambda: torch.ones(2).as_subclass(type("subclass", (torch.Tensor,), {})),
+}
+
+
+@several_ranks
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.skipif(registration.PLUGINS, reason="torch itself answers for some of these from 2.14 on")
+def test_a_tensor_that_cannot_be_sent(kind, world, last):
+    """The same for all calls as for the verbs, and on one rank alone."""
+    for verb in [verb for verb in CALLS if verb not in SINGLE]:
+        for wrong in ([last], range(world.world_size)):
+            x = ODD[kind]() if world.rank in wrong else torch.ones(2)
+            error = raises_on_all_ranks(world.comm, RankError, lambda: CALLS[verb](x))  # noqa: B023
+            right = error.codes == ["HD202"] and [*error.problems] == [*wrong] and kind in str(error)
+            assert_on_all_ranks(world.comm, right, f"{verb}: {error}")
+            _goes_on(world)
 
 
 @several_ranks

@@ -11,6 +11,7 @@ from collective import all_gather_single, assert_on_all_ranks, several_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from hpcdist.errors import RankError
 from hpcdist.runtime import registration
 
 pytestmark = pytest.mark.mpi
@@ -72,6 +73,16 @@ def test_equal_parts_are_given_as_splits_on_some_ranks(count, rank, size, findin
     findings.same(x, expected, "into the same tensor")
 
 
+def test_equal_parts_of_a_size_of_each_sender(rank, size, findings):
+    """Small ones travel with the header, though a receiver cannot tell the size from its own parts."""
+    dest, lengths = rank, [source + 1 for source in range(size)]
+    out = torch.zeros(sum(lengths), dtype=torch.int64)
+    x = torch.arange(size).repeat_interleave(rank + 1) + 100 * rank
+    dist.all_to_all_single(out, x, lengths, [rank + 1] * size)
+    expected = torch.cat([torch.full([n], 100 * source + dest) for source, n in enumerate(lengths)])
+    findings.same(out, expected, "parts")
+
+
 def test_tensors_of_inference_mode(rank, size, findings):
     """torch lets nobody write them outside of that mode, in which the thread of asynchronous calls is not."""
 
@@ -123,7 +134,7 @@ def test_a_tensor_without_memory_is_an_error_that_says_so(size):
     whole = distribute_tensor(torch.ones(size), init_device_mesh("cpu", (size,)), [Shard(0)])
     for x, text in ((torch.ones(3, device="meta"), "on device meta"), (whole, r"x\.to_local\(\)")):
         for call in (dist.all_reduce, lambda x: dist.broadcast(x, 0)):
-            with pytest.raises(ValueError, match=text):
+            with pytest.raises(RankError, match=text):
                 call(x)
 
 
