@@ -304,3 +304,26 @@ def test_each_word_arrives_as_it_was_typed(bin_, plain):
 def _numbers(cpulist):
     ends = [part.split("-") for part in cpulist.split(",")]
     return [number for end in ends for number in range(int(end[0]), int(end[-1]) + 1)]
+
+
+@pytest.mark.parametrize(
+    ("array", "job_id"), [({}, "17"), ({"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "2"}, "17_2")]
+)
+def test_a_task_of_an_array_requeues_itself_alone(bin_, array, job_id):
+    """To scontrol and scancel the number of an array is all of its tasks."""
+    for name, code in (
+        ("srun", 'case "$*" in *--mpi=list*) echo pmix pmi2 ;; *) exit 75 ;; esac'),
+        ("scontrol", 'echo "scontrol $*"'),
+        ("scancel", 'echo "scancel $*"'),
+        ("sleep", "exit 0"),
+    ):
+        (bin_ / name).write_text(f"#!/bin/sh\n{code}\n")
+        (bin_ / name).chmod(0o755)
+    script = bin_.parent / "job"
+    script.write_text(write(Shape(kind="requeue")))
+    given = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "a", "SLURM_NTASKS_PER_NODE": "1"}
+    environ = {**given, **array, "HPCDIST_LAUNCHER": "srun", "PATH": f"{bin_}:{os.environ['PATH']}"}
+    assert f"scontrol requeue {job_id}\n" in run(["bash", str(script)], bin_.parent, environ).out
+    script.write_text(script.read_text().replace("step=$!", "step=$!; kill -USR1 $$", 1))  # as at the time limit
+    told = run(["bash", str(script)], bin_.parent, environ)
+    assert f"scancel --signal=USR1 {job_id}\n" in told.out, told
