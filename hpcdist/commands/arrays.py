@@ -33,7 +33,7 @@ from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, InputError, RankError, listed
 from hpcdist.formats.contents import Contents, Dataset, Format, Slices, Stored, identity
 from hpcdist.formats.known import FORMATS, describe
-from hpcdist.formats.paths import check_target, file_errors, shown
+from hpcdist.formats.paths import check_target, shown
 from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
 from hpcdist.layout.box import Shards, grid, summed
@@ -193,12 +193,11 @@ def reading(tensors: Sequence[tuple[OpenFiles, Stored]], window: int, most: int)
 
     def read(i: int, box: Box, out: Tensor) -> None:
         files, stored = tensors[i]
-        with file_errors(f"{files.contents.path}: {stored.name}".rstrip(": ")):
-            if i not in opened:
-                if len(opened) >= most:
-                    opened.pop(next(iter(opened))).files.close()
-                opened[i] = TensorReader(files, stored, window, verify=True)
-            opened[i].read(box, out)
+        if i not in opened:
+            if len(opened) >= most:
+                opened.pop(next(iter(opened))).files.close()
+            opened[i] = TensorReader(files, stored, window, verify=True)
+        opened[i].read(box, out)
 
     try:
         yield read

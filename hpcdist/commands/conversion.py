@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpcdist.commands.arrays import Report, add_options, check_output, copied, copy, finish, reading
 from hpcdist.control import objects
-from hpcdist.errors import InputError, listed
+from hpcdist.errors import InputError
 from hpcdist.formats import safetensors
 from hpcdist.formats.contents import Contents, Dataset
 from hpcdist.formats.known import FORMATS, describe
@@ -34,7 +34,7 @@ def main(world: World, args: Namespace) -> int:
     report: Report = {
         "verb": _VERB, "ranks": world.world_size, "nodes": world.nodes, "input": args.input, "kind": contents.kind,
         "files": len(contents.files), "tensors": len(tensors), "bytes": contents.nbytes(),
-        "left_out": list(contents.left_out),
+        "left_out": contents.left_out,
     }  # fmt: skip
     datasets, files = [Dataset(s.name, s.shape, s.dtype, s.boxes) for s in tensors], OpenFiles(contents)
     with reading([(files, of) for of in tensors], args.window, most=1) as read:
@@ -44,7 +44,7 @@ def main(world: World, args: Namespace) -> int:
     size = f"{plural(report['files'], 'file')}, {plural(len(tensors), 'tensor')}, {report['bytes']:,} bytes"
     lines = [f"{_VERB}: {contents.kind} {shown(args.input)}: {size}"]
     if left := contents.left_out:
-        lines.append(f"LEFT OUT, {plural(len(left), 'value')} besides tensors: {listed(map(shown, left))}")
+        lines.append(f"LEFT OUT, {plural(len(left), 'value')} besides tensors: {contents.others()}")
     finish(world, args, report, [*lines, *copying])
     return 0
 

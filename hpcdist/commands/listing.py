@@ -97,9 +97,10 @@ def _verify(world: World, contents: Contents, as_json: bool) -> int:
 
     objects.run_on_all(team_of().comm, "verify", check)
     found = [text for texts in objects.all_gather_object(team_of().comm, damaged) for text in texts]
+    found += contents.damaged
     if world.rank == 0:
         report = {"path": contents.path, "checksums": contents.checked, "pieces": len(pieces)}
-        report |= {"bytes": contents.nbytes(), "damaged": found}
+        report |= {"bytes": contents.nbytes(), "damaged": found, "left_out": contents.left_out}
         print(json.dumps(report) if as_json else _verdict(contents, len(pieces), found), flush=True)
     return _DAMAGED if found else 0
 
@@ -108,7 +109,8 @@ def _verdict(contents: Contents, pieces: int, damaged: list[str]) -> str:
     name, damaged = shown(contents.path), [shown(text) for text in damaged]
     if not damaged:
         checked = "all match their checksums" if contents.checked else "all can be read; there are no checksums"
-        return f"{name}: {plural(pieces, 'piece')}, {show_bytes(contents.nbytes())}: {checked}"
+        lines = [f"LEFT OUT: {contents.others()}"] if contents.left_out else []
+        return "\n".join([*lines, f"{name}: {plural(pieces, 'piece')}, {show_bytes(contents.nbytes())}: {checked}"])
     more = [f"and {len(damaged) - _MAX_SHOWN} more"] if len(damaged) > _MAX_SHOWN else []
     return "\n".join([*damaged[:_MAX_SHOWN], *more, f"{name}: DAMAGED: {len(damaged)} of {plural(pieces, 'piece')}"])
 

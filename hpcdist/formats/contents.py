@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from hpcdist.errors import FileError, listed
-from hpcdist.formats.paths import check_regular
+from hpcdist.formats.paths import check_regular, shown
 from hpcdist.formats.plain import Raw, page_size
 from hpcdist.layout import Box
 from hpcdist.layout.box import Ints, Listed
 from hpcdist.tensors.storage import DTYPES
 
 NO_PIECES = Listed.of([], ())
+UNREADABLE = "cannot be read"  # the first words on what is left out because it is damaged, or its library too old
 Table = np.ndarray[Any, np.dtype[np.void]]
 Slices = Callable[[Box], Tensor]
 """Returns a box of an array as its format's own library reads it: a CPU tensor."""
@@ -124,7 +125,7 @@ class Contents:
         tensors: by name, in the order of the files' data.
         files: the identity of each file, by path.
         external: by name, why a tensor is not read: its data are not in this file.
-        left_out: data besides tensors: a description by name.
+        left_out: data that are not read as tensors: by name, why not, or what they are.
         text: of .safetensors files, by name.
         checked: whether hpcdist wrote it, with checksums.
         checkpoint: values besides tensors of a checkpoint of torch in an .h5 file: see hpcdist.staging.dcp.
@@ -141,9 +142,25 @@ class Contents:
     checkpoint: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, stored in self.tensors.items():
+        for name, stored in list(self.tensors.items()):
             if stored.dtype not in DTYPES:
-                raise FileError("HD511", f"{self.path}: {name}: holds {stored.dtype}, which is not supported")
+                self.left_out[name] = f"dtype {stored.dtype}, which is not supported"
+                del self.tensors[name]
+
+    @classmethod
+    def of(cls, path: str, kind: str, found: Mapping[str, Stored | str], files: dict[str, Identity]) -> Contents:
+        """Those of a file with these tensors, or the reason why one is left out."""
+        tensors = {name: stored for name, stored in found.items() if isinstance(stored, Stored)}
+        return cls(path, kind, tensors, files, left_out={k: why for k, why in found.items() if isinstance(why, str)})
+
+    @property
+    def damaged(self) -> list[str]:
+        """Of what is left out, the messages on what its library cannot read."""
+        return [f"{self.path}: {name}: {why}" for name, why in self.left_out.items() if why.startswith(UNREADABLE)]
+
+    def others(self) -> str:
+        """What is left out, for a message: the first names, each with the reason."""
+        return listed(f"{shown(name)} ({shown(why)})" if name else why for name, why in self.left_out.items())
 
     def nbytes(self) -> int:
         return sum(stored.nbytes() for stored in self.tensors.values())
@@ -168,16 +185,16 @@ class Contents:
         self.require(name)
         found = {key: stored for key, stored in self.tensors.items() if _is_in(key, name)}
         found = {name: self.tensors[name]} if name and name in self.tensors else found
-        others = [f"{key} ({what})" if key else what for key, what in self.left_out.items() if _is_in(key, name)]
-        if not found and others:
+        here = replace(self, tensors=found, left_out={k: why for k, why in self.left_out.items() if _is_in(k, name)})
+        if not found and here.left_out:
             which = f" {name!r}" if name else ""
-            raise FileError("HD408", f"{self.path}: holds no tensor{which}, but {listed(others)}")
+            raise FileError("HD408", f"{self.path}: holds no tensor{which}, but {here.others()}")
         if name and not found:
             raise FileError("HD408", f"{self.path}: holds no tensor {name!r}; it has: {listed(self.tensors)}")
         others_of = {file for stored in self.tensors.values() for file in _files_of(stored)}
         used = {file for stored in found.values() for file in _files_of(stored)} or self.files.keys()
         files = {path: at for path, at in self.files.items() if path in used or path not in others_of}
-        return replace(self, tensors=found, files=files)
+        return replace(here, files=files)
 
 
 def _is_in(key: str, name: str) -> bool:

@@ -39,8 +39,8 @@ from torch import Tensor
 
 from hpcdist import activity
 from hpcdist.errors import FileError, listed, reason, refusal
-from hpcdist.formats.contents import Contents, Dataset, FileMap, Format, Identity, Slices, Stored, Table
-from hpcdist.formats.paths import check_regular, file_errors
+from hpcdist.formats.contents import UNREADABLE, Contents, Dataset, FileMap, Format, Identity, Slices, Stored, Table
+from hpcdist.formats.paths import check_regular, check_unicode, file_errors
 from hpcdist.formats.plain import Raw, digest
 from hpcdist.layout import Box
 from hpcdist.layout.box import Ints
@@ -59,6 +59,7 @@ _RAW_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # itemsize -> what the ra
 _ELEMENT = 16  # bytes: of the largest dtype
 _PLAN, _PIECES, _CHECKPOINT, _STATE = "plan", "pieces", "checkpoint", "state"
 _CHUNK = 2**26  # bytes of a chunk, which HDF5 reads whole, that are always allowed
+LACKING = ", which torch does not have"
 _DEEPEST = 1000  # groups within each other
 _CHANGED = f"it is damaged, or another program has changed it and left /{GROUP}"
 
@@ -96,11 +97,7 @@ class _HDF5(Format):
     def describe(self, path: str) -> Contents:
         before = check_regular(path)
         with file_errors(path), opened(path) as file:
-            contents = _contents(path, file, Identity.of(before))
-        for stored in contents.tensors.values():
-            if stored.raw is not None and stored.raw.offset + stored.nbytes() > before.st_size:
-                raise FileError("HD404", f"{path}: truncated: {stored.name} ends after the end of the file")
-        return contents
+            return _contents(path, file, Identity.of(before))
 
     def by_library(self, path: str, stored: Stored) -> Slices:
         def read(box: Box) -> Tensor:
@@ -232,14 +229,15 @@ def opened(path: str) -> Iterator[Any]:
 
 def _contents(path: str, file: Any, at: Identity) -> Contents:
     names, others = _dataset_names(path, file)
+    end = at.size
     tensors = [name for name in names if not name.startswith(f"{GROUP}/")]
     version = file[GROUP].attrs.get("version") if _is_hard(file, GROUP) else None
     if version is None:  # of another tool
-        found, external, left_out = _stored(path, file, tensors, {})
+        found, external, left_out = _stored(path, file, tensors, {}, end)
         return Contents(path, "HDF5 file", found, {path: at}, external, others | left_out)
     if version != VERSION:
         raise FileError("HD402", f"{path}: is in version {version} of the format, and this hpcdist reads {VERSION}")
-    own, _, _ = _stored(path, file, [name for name in names if name.startswith(f"{GROUP}/")], {})
+    own, _, _ = _stored(path, file, [name for name in names if name.startswith(f"{GROUP}/")], {}, end)
     places = {name.removeprefix(f"{GROUP}/"): stored.raw for name, stored in own.items() if stored.raw is not None}
     if _STATE not in places:
         raise FileError("HD404", f"{path}: incomplete: the job that wrote it ended before it was done")
@@ -252,7 +250,7 @@ def _contents(path: str, file: Any, at: Identity) -> Contents:
     if lost := [name for name in planned if name in unlisted and not _is_hard(file, name)]:
         raise FileError("HD404", f"{path}: holds no {listed(lost)}, which its plan has: {_CHANGED}")
     # Those in a group with another hard link, which h5py makes of file["b"] = file["a"], are listed in one of the two.
-    found, external, left_out = _stored(path, file, dict.fromkeys([*tensors, *planned]), planned)
+    found, external, left_out = _stored(path, file, dict.fromkeys([*tensors, *planned]), planned, end)
     at = replace(at, at=places[_STATE].offset, mark=parts[_STATE])
     values = json.loads(parts.get(_CHECKPOINT, b"{}"))
     left_out |= others | dict.fromkeys(values.get("values", ()), "a value")
@@ -277,24 +275,31 @@ def _tables(path: str, plan: Mapping[str, Any], content: bytes) -> Iterator[tupl
 
 
 def _stored(
-    path: str, file: Any, names: Iterable[str], planned: Mapping[str, tuple[Mapping[str, Any], Table]]
+    path: str, file: Any, names: Iterable[str], planned: Mapping[str, tuple[Mapping[str, Any], Table]], end: int
 ) -> tuple[dict[str, Stored], dict[str, str], dict[str, str]]:
     """The datasets of these names, each of which is opened once; why some are not read; and what is no tensor.
 
     Args:
         planned: by name, the tensor's entry in the plan, which it must fit, and the table of its pieces.
+        end: the length of the file.
     """
     from h5py import h5d
 
     found, external, others = {}, {}, {}
     for name in names:
-        dataset = h5d.open(file.id, name.encode())
-        made = dataset.get_create_plist()
-        why = _external(made)
-        if why is not None:
-            external[name] = why
+        try:
+            dataset = h5d.open(file.id, name.encode())
+            made = dataset.get_create_plist()
+            if (why := _external(made)) is not None:  # before its shape, which may be that of other files
+                external[name] = why
+                continue
+            shape, dtype = dataset.shape, _dtype_of(dataset)
+        except Exception as error:  # each kind of damage has its own
+            others[name] = f"{UNREADABLE}: {reason(error)}"
+            if name in planned:
+                raise FileError("HD404", f"{path}: {name}: {others[name]}: {_CHANGED}") from error
             continue
-        shape, dtype, table = dataset.shape, _dtype_of(dataset), None
+        table = None
         chunks = made.get_chunk() if made.get_layout() == h5d.CHUNKED else None
         if name in planned:
             entry, table = planned[name]
@@ -307,11 +312,18 @@ def _stored(
                 was = f"{entry['dtype']} of shape {entry['shape']} was written"
                 raise FileError("HD404", f"{path}: {name} {what}, where {was}: {_CHANGED}")
         if dtype not in DTYPES or shape is None:
-            others[name] = _type_text(dataset)
+            others[name] = _type_text(dataset) + ("" if shape is None else LACKING)
             continue
-        where = None
-        if dataset.get_offset() is not None and dataset.get_type() == _type_of(dtype):
-            where = Raw(path, dataset.get_offset(), shape, dtype)
+        where, start = None, dataset.get_offset()
+        if start is not None:
+            size = dataset.get_storage_size()
+            if size != prod(shape) * dataset.get_type().get_size():
+                what = f"is damaged: it has {size:,} bytes, which are not those of shape {list(shape)}"
+                raise FileError("HD404", f"{path}: {name}: {what}")
+            if start + size > end:
+                raise FileError("HD404", f"{path}: truncated: {name} ends after the end of the file")
+            if dataset.get_type() == _type_of(dtype):
+                where = Raw(path, start, shape, dtype)
         found[name] = Stored(name, shape, dtype, where, None, table)
     return found, external, others
 
@@ -331,17 +343,25 @@ def _dtype_of(dataset: Any) -> torch.dtype | None:
 
     kept = None
     if h5a.exists(dataset, DTYPE_ATTRIBUTE.encode()):
-        kept = h5py.Dataset(dataset).attrs[DTYPE_ATTRIBUTE]
+        held = h5py.Dataset(dataset).attrs
+        kept = held[DTYPE_ATTRIBUTE] if held.get_id(DTYPE_ATTRIBUTE).shape == () else None
     kept = kept.decode() if isinstance(kept, bytes) else kept
     named: torch.dtype | None = getattr(torch, kept, None) if isinstance(kept, str) else None
     try:
         stored = dataset.dtype
-        if stored.subdtype is not None:  # each element is an array
-            return None
-        if named in DTYPES and named not in NUMPY and stored == stored_dtype(named):
-            return named
-        return torch.from_numpy(np.empty(0, stored.newbyteorder("="))).dtype
-    except TypeError:  # a type that numpy, or torch, does not have
+    except (TypeError, ValueError, LookupError):  # h5py has all three for types that numpy does not have
+        return None
+    if named in DTYPES and named not in NUMPY and stored == stored_dtype(named):
+        return named
+    return tensor_dtype(stored)
+
+
+def tensor_dtype(stored: np.dtype[Any]) -> torch.dtype | None:
+    """The dtype of a tensor of these elements, in native byte order; None if torch has none."""
+    try:  # if each element is an array, numpy would make more dims of it
+        empty = np.empty(0, stored.newbyteorder("="))
+        return torch.from_numpy(empty).dtype if stored.subdtype is None else None
+    except TypeError:
         return None
 
 
@@ -350,9 +370,14 @@ def _type_text(dataset: Any) -> str:
     if dataset.shape is None:
         return "without a value"
     try:
-        return "text or references" if dataset.dtype.hasobject else f"dtype {dataset.dtype}"
-    except TypeError:
+        return type_text(dataset.dtype)
+    except (TypeError, ValueError, LookupError):
         return "a type that numpy does not have"
+
+
+def type_text(stored: np.dtype[Any]) -> str:
+    """Describe elements that no tensor can hold."""
+    return "text, references or objects" if stored.hasobject else f"dtype {stored}"
 
 
 def _external(made: Any) -> str | None:
@@ -379,36 +404,60 @@ def _is_hard(file: Any, name: str) -> bool:
 
 def _dataset_names(path: str, file: Any) -> tuple[list[str], dict[str, str]]:
     """The names of all datasets, sorted, by hard links only; and of what is not read, the reason."""
-    from h5py import h5, h5g, h5l, h5o
+    from h5py import h5, h5g, h5o
 
     names: list[str] = []
     others: dict[str, str] = {}
     groups = [(b"", file["/"].id)]
     seen = {h5o.get_info(groups[0][1]).addr}  # a group may hold itself
     for prefix, group in groups:  # HDF5's own visit resolves each path from the root
-        if prefix.count(b"/") > _DEEPEST:  # HDF5 holds the whole path of each that is open
-            raise FileError("HD402", f"{path}: cannot be read: it has more than {_DEEPEST:,} groups within each other")
         links: list[bytes] = []
-        # For any other order HDF5 makes a list, and 1.10 ends the process where a flipped bit keeps it from filling it.
-        group.links.iterate(links.append, order=h5.ITER_NATIVE)
+        try:
+            # For any other order HDF5 makes a list, and 1.10 ends the process where a flipped bit keeps it from filling
+            # it.
+            group.links.iterate(links.append, order=h5.ITER_NATIVE)
+        except Exception as error:
+            if not prefix:
+                raise
+            others[_text(prefix[:-1])] = f"{UNREADABLE}: {reason(error)}"
         for name in sorted(links):
-            kind, text = group.links.get_info(name).type, _text(prefix + name)
-            if kind != h5l.TYPE_HARD:
-                where = (
-                    f" into another file ({_text(group.links.get_val(name)[0])})" if kind == h5l.TYPE_EXTERNAL else ""
-                )
-                others[text] = f"a link{where}, which is not followed"
-                continue
-            info = h5o.get_info(group, name)
-            if info.type == h5o.TYPE_GROUP and info.addr not in seen:
-                seen.add(info.addr)
-                groups.append((prefix + name + b"/", h5g.open(group, name)))
-            elif info.type == h5o.TYPE_DATASET:
-                try:
-                    names.append((prefix + name).decode())
-                except UnicodeDecodeError:
-                    others[text] = "has a name that is not UTF-8"
+            text = _text(prefix + name)
+            try:
+                if (why := _not_followed(group, name)) is not None:
+                    others[text] = why
+                    continue
+                check_name(text)
+                info = h5o.get_info(group, name)
+                if info.type == h5o.TYPE_GROUP and info.addr not in seen:
+                    seen.add(info.addr)
+                    groups.append((prefix + name + b"/", h5g.open(group, name)))
+                elif info.type == h5o.TYPE_DATASET:
+                    names.append(text)
+            except Exception as error:  # each kind of damage has its own
+                others[text] = f"{UNREADABLE}: {reason(error)}"
     return sorted(names), others
+
+
+def check_name(name: str) -> None:
+    """Raise a ValueError for the name of a dataset or group that a file cannot have: before it is written, and as it
+    is read."""
+    check_unicode(name)
+    parts = name.split("/")
+    if not all(parts) or "." in parts or ".." in parts or "\0" in name:
+        raise refusal(ValueError, "HD418", f"{name!r} cannot be a name in an HDF5 file")
+    if len(parts) > _DEEPEST:  # HDF5 holds the whole path of each that is open
+        raise refusal(ValueError, "HD418", f"{name[:40]!r}... has more than {_DEEPEST:,} groups within each other")
+
+
+def _not_followed(group: Any, name: bytes) -> str | None:
+    """Why a link is not followed; None of a hard one."""
+    from h5py import h5l
+
+    kind = group.links.get_info(name).type
+    if kind == h5l.TYPE_HARD:
+        return None
+    where = f" into another file ({_text(group.links.get_val(name)[0])})" if kind == h5l.TYPE_EXTERNAL else ""
+    return f"a link{where}, which is not followed"
 
 
 def _text(name: bytes) -> str:

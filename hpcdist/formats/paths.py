@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpcdist.activity.procstat import started
-from hpcdist.errors import FileError, coded, reason
+from hpcdist.errors import FileError, coded, reason, refusal
 
 T = TypeVar("T")
 
@@ -135,6 +135,12 @@ def shown(text: str) -> str:
         'a\\nb\\udcff.npy'
     """
     return "".join(c if c.isprintable() or c == " " else c.encode("unicode_escape").decode() for c in text)
+
+
+def check_unicode(text: str) -> None:
+    """Raise a ValueError for text that has no UTF-8, such as a file's name that os.fsdecode() made of other bytes."""
+    if text.encode(errors="replace").decode() != text:
+        raise refusal(ValueError, "HD418", f"{text!r} is not text that UTF-8 can hold")
 
 
 def check_target(path: str | Path, nbytes: int) -> None:

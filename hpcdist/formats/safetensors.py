@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpcdist.errors import FileError, listed, reason, refusal
 from hpcdist.formats.contents import Contents, Dataset, FileMap, Format, Identity, Slices, Stored, identity
-from hpcdist.formats.paths import file_errors, sync, utf8_path, write_text
+from hpcdist.formats.paths import check_unicode, file_errors, sync, utf8_path, write_text
 from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
 from hpcdist.tensors.storage import BARE, DTYPES
@@ -46,20 +46,22 @@ class _Safetensors(Format):
         tensors: dict[str, Stored] = {}
         text: dict[str, str] = {}
         left_out: dict[str, str] = {}
+        seen: set[str] = set()
         for file in files:
             held, own = _header(file)
-            if _PARTS in own:
-                what = "holds parts of tensors, which torch's consolidate_safetensors_files() joins"
-                raise FileError("HD511", f"{file}: {what}")
             text |= own
             for key, raw in held.items():
                 if where is not None and where.get(key) != file:
                     left_out[key] = f"in {os.path.basename(file)}, where the index does not look for it"
-                elif key in tensors:
+                    continue
+                if key in seen:
                     raise FileError("HD510", f"{file}: {key} is in another file of the folder, too")
+                seen.add(key)
+                if isinstance(raw, str):
+                    left_out[key] = raw
                 else:
                     tensors[key] = Stored(key, raw.shape, raw.dtype, raw)
-        if gone := next((key for key in where or () if key not in tensors), None):
+        if gone := next((key for key in where or () if key not in seen), None):
             what = f"{gone} is not in {os.path.basename((where or {})[gone])}, where the index says"
             raise FileError("HD510", f"{path}: incomplete: {what}")
         kind = "safetensors file" if where is None and files == [path] else "safetensors folder"
@@ -83,6 +85,7 @@ class _Safetensors(Format):
 
         Those with larger elements come first, so that every element is aligned.
         """
+        check([dataset.name for dataset in datasets], attrs)
         order = sorted(range(len(datasets)), key=lambda i: -datasets[i].dtype.itemsize)
         kinds = _names_of_dtypes(frozenset(dataset.dtype for dataset in datasets))
         header: dict[str, Any] = {METADATA: {"format": "pt", **attrs}}
@@ -105,18 +108,34 @@ class _Safetensors(Format):
 SAFETENSORS = _Safetensors()
 
 
-def _header(path: str) -> tuple[dict[str, Raw], dict[str, str]]:
-    """The place of each tensor of a file, by name in the order of the data; and the file's own text, by name."""
+def check(names: Iterable[str], text: Mapping[str, str]) -> None:
+    """Raise a ValueError for names of tensors and text that a file cannot hold: before it is written, and as it is
+    read."""
+    for value in (*names, *text, *text.values()):
+        check_unicode(value)
+    if METADATA in names:
+        raise refusal(ValueError, "HD418", f"{METADATA!r} cannot be the name of a tensor in a {SUFFIX} file")
+    if _PARTS in text:
+        what = "says that it holds parts of tensors, which torch's consolidate_safetensors_files() joins"
+        raise refusal(ValueError, "HD511", f"the text {_PARTS} {what}")
+
+
+def _header(path: str) -> tuple[dict[str, Raw | str], dict[str, str]]:
+    """The place of each tensor of a file, or why it is not read, by name in the order of the data; and the file's own
+    text, by name."""
     from safetensors import safe_open
 
     with file_errors(path), utf8_path(path) as known, safe_open(known, framework="pt"), open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")  # of the header, which the library has checked
         header = json.loads(file.read(size))
-    text = header.pop(METADATA, {})
-    dtypes, found = {name: dtype for dtype, name in _names_of_dtypes(SAFETENSORS.dtypes).items()}, {}
+        text = header.pop(METADATA, {})
+        check(header, text)
+    dtypes = {name: dtype for dtype, name in _names_of_dtypes(SAFETENSORS.dtypes).items()}
+    found: dict[str, Raw | str] = {}
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         if entry["dtype"] not in dtypes:
-            raise FileError("HD511", f"{path}: {name}: holds dtype {entry['dtype']}, which is not supported")
+            found[name] = f"dtype {entry['dtype']}, which is not supported"
+            continue
         start = 8 + size + entry["data_offsets"][0]
         found[name] = Raw(path, start, tuple(entry["shape"]), dtypes[entry["dtype"]])
     return found, text

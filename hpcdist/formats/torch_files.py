@@ -13,14 +13,16 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import pickletools
 import re
-import struct
 import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from enum import EnumMeta
-from pathlib import PurePosixPath
+from math import prod
+from operator import index
+from pathlib import Path, PurePosixPath
 from pickle import UnpicklingError
 from typing import IO, Any
 
@@ -30,6 +32,7 @@ from torch import Tensor
 
 from hpcdist import torch_names
 from hpcdist.errors import FileError
+from hpcdist.formats.archives import members
 from hpcdist.formats.contents import Contents, Format, Identity, Parts, Slices, Stored, identity
 from hpcdist.formats.paths import file_errors, utf8_path
 from hpcdist.formats.plain import Raw
@@ -38,9 +41,9 @@ from hpcdist.layout import Box
 METADATA = ".metadata"  # of a folder
 
 _MOST_NAMES, _DEEPEST = 2**20, 100  # of what dicts hold; of dicts within each other
-_LOCAL, _LENGTHS = 30, 26  # bytes of a member's own header; where the lengths of its name and its extra field are
 _ALIGNMENT = 64  # bytes, of what torch.save writes
 _NUMBER = re.compile(r"/data/(\d+)$")
+_SIZES = {"PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET", "FRAME"}
 _AGAIN = ": torch.save(torch.load(FILE), FILE) makes one that can be read"
 
 
@@ -48,7 +51,7 @@ class _Pt(Format):
     def describe(self, path: str) -> Contents:
         at, held = identity(path), None
         with open(path, "rb") as file:
-            members = _members(path, file)
+            places = _places(path, file)
         with suppress(FileError):  # damaged, or with a tensor that cannot be on "meta"
             held = _load(path, map_location="meta")
         found, others = _tensors(path, _mapped(path) if held is None else held)
@@ -58,7 +61,7 @@ class _Pt(Format):
             if kind != "strided":
                 others[key] = f"a {kind} tensor"
                 continue
-            raw = None if held is None else _raw_of(path, x, members)
+            raw = None if held is None else _raw_of(path, key, x, places)
             tensors[key] = Stored(key, tuple(x.shape), x.dtype, raw)
         return Contents(path, ".pt file", tensors, {path: at}, left_out=others)
 
@@ -96,28 +99,29 @@ def _mapped(path: str) -> Any:
     return _load(path, map_location="cpu", mmap=True)
 
 
-def _members(path: str, file: IO[bytes]) -> dict[int, int]:
+def _places(path: str, file: IO[bytes]) -> dict[int, int]:
     """Return the first byte of each member of an archive, and its number of bytes.
 
     Raises:
         FileError: not an archive of torch.save, or truncated; or its data are not stored as they are in memory, or
             torch may look for them elsewhere.
     """
-    places, numbers = {}, []
+    places, numbers, texts = {}, [], {}
     if file.read(2) != b"PK":
         raise FileError("HD402", f"{path}: cannot be read: not an archive of torch.save{_AGAIN}")
     with file_errors(path), zipfile.ZipFile(file) as archive:
-        infos = archive.infolist()
-        if any(info.compress_type or info.flag_bits & 1 for info in infos):
+        held = members(path, archive)
+        if any("/code/" in info.filename for info, _ in held):
+            what = "it holds a TorchScript module, not tensors: torch.save(torch.jit.load(FILE).state_dict(), NEW)"
+            raise FileError("HD511", f"{path}: cannot be read: {what} makes one that can be read")
+        if any(info.compress_type or info.flag_bits & 1 for info, _ in held):
             raise FileError("HD511", f"{path}: cannot be read: it is compressed{_AGAIN}")
-        texts = {info.filename: archive.read(info) for info in infos if "/data/" not in info.filename}
-        for info in infos:
-            file.seek(info.header_offset + _LENGTHS)
-            start = info.header_offset + _LOCAL + sum(struct.unpack("<HH", file.read(4)))
-            if start + info.file_size > archive.start_dir:
-                raise FileError("HD404", f"{path}: cannot be read: it ends in the middle of its data")
+        for info, start in held:
             places[start] = info.file_size
-            numbers += [(start, int(found[1]))] if (found := _NUMBER.search(info.filename)) else []
+            if found := _NUMBER.search(info.filename):
+                numbers.append((start, int(found[1])))
+            elif "/data/" not in info.filename:
+                texts[info.filename] = archive.read(info)
     ends = {name.rpartition("/")[2]: text for name, text in texts.items()}
     # With this member, torch calculates places from what torch.save writes, which is wrong if the archive was packed
     # again; it finds a wrong one, or none, only if some are not aligned, or in another order.
@@ -129,19 +133,25 @@ def _members(path: str, file: IO[bytes]) -> dict[int, int]:
     return places
 
 
-def _raw_of(path: str, x: Tensor, members: Mapping[int, int], base: int = 0) -> Raw | None:
+def _raw_of(path: str, name: str, x: Tensor, places: Mapping[int, int], base: int = 0) -> Raw | None:
     """Where the bytes of a tensor lie that was loaded on "meta" from an archive; None if only torch can read it, as one
     with strides.
 
     Args:
         base: first byte of the archive in the file.
     """
-    start = torch_names.offset_in_file(x.untyped_storage()) or 0
-    if start not in members or not x.is_contiguous() or x.is_conj() or x.is_neg():
+    storage = x.untyped_storage()
+    start = torch_names.offset_in_file(storage) or 0
+    if start not in places:
         return None
-    first = int(x.storage_offset()) * x.itemsize
-    if first + x.numel() * x.itemsize > members[start]:
-        raise FileError("HD404", f"{path}: cannot be read: a tensor is larger than its data")
+    first, end = int(x.storage_offset()), 0
+    if x.numel():
+        end = first + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1
+    if max(end * x.itemsize, storage.nbytes()) > places[start]:  # torch itself may read beyond the member
+        raise FileError("HD404", f"{path}: cannot be read: its tensor {name or 'there'} is larger than its data")
+    if not x.is_contiguous() or x.is_conj() or x.is_neg():
+        return None
+    first *= x.itemsize
     return Raw(path, base + start + first, tuple(x.shape), x.dtype)
 
 
@@ -172,7 +182,8 @@ def _tensors(path: str, held: object) -> tuple[dict[str, Tensor], dict[str, str]
                     raise FileError("HD402", f"{path}: cannot be read: two of its tensors have the name {name!r}")
                 found[name] = value.detach()
             elif not isinstance(value, dict):
-                others[name] = f"a value: {type(value).__name__}"
+                inside = isinstance(value, list | tuple | set) and any(isinstance(x, Tensor) for x in value)
+                others[name] = f"a value: {type(value).__name__}" + (" of tensors" if inside else "")
             elif id(value) not in within:  # a forged one may hold itself
                 add(f"{name}/", value, within)
 
@@ -195,20 +206,14 @@ _CLASSES = {
 
 class _Dcp(Format):
     def describe(self, path: str) -> Contents:
-        from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-        index, tensors, values = os.path.join(path, METADATA), {}, {}
-        files = {index: identity(index)}  # before it is read
-        held = _metadata(index)
+        name, found = os.path.join(path, METADATA), dict[str, Stored | str]()
+        files = {name: identity(name)}  # before it is read
+        held = _metadata(name)
         for key, entry in held.state_dict_metadata.items():
-            if isinstance(entry, BytesStorageMetadata):
-                values[key] = "a value"
-                continue
-            if not isinstance(entry, TensorStorageMetadata):
-                raise FileError("HD511", f"{path}: {key}: is stored in a way that is not known")
-            places = [held.storage_data.get(MetadataIndex(key, chunk.offsets)) for chunk in entry.chunks]
-            tensors[key] = _stored(path, key, entry, places, files)
-        return Contents(path, "DCP folder", tensors, files, {}, values)
+            with file_errors(f"{path}: {key}"):
+                found[key] = _stored(path, key, entry, held.storage_data, files)
+        return Contents.of(path, "DCP folder", found, files)
 
 
 DCP = _Dcp()
@@ -218,19 +223,38 @@ def _metadata(path: str) -> Any:
     """The description of a folder; a FileError if it is damaged."""
     from torch.distributed.checkpoint.metadata import Metadata
 
-    with file_errors(path), open(path, "rb") as file:
-        held = _Unpickler(file).load()
-    if not isinstance(held, Metadata):
-        raise FileError("HD402", f"{path}: cannot be read: a pickle that torch.distributed.checkpoint did not write")
+    with file_errors(path):
+        content = Path(path).read_bytes()
+        _check_pickle(content)
+        held = _Unpickler(io.BytesIO(content)).load()
+        if not isinstance(held, Metadata):
+            raise ValueError("a pickle that torch.distributed.checkpoint did not write")
+        if not isinstance(held.state_dict_metadata, dict) or not isinstance(held.storage_data, dict):
+            raise ValueError("its pickle is damaged")
     return held
 
 
-def _stored(path: str, name: str, entry: Any, places: Sequence[Any], files: dict[str, Identity]) -> Stored:
-    """A tensor of a folder; adds its files to `files`."""
-    shape, used, rows = tuple(entry.size), list[str](), []
-    for chunk, place in zip(entry.chunks, places, strict=True):
+def _check_pickle(content: bytes) -> None:
+    """Raise a ValueError for a pickle with a number in it, such as of a place in the memo, that its length cannot give:
+    pickle would take memory for that, and hold Python's lock meanwhile."""
+    for code, argument, _ in pickletools.genops(content):  # refuses lengths beyond the end
+        if isinstance(argument, int) and code.name in _SIZES and not 0 <= argument <= len(content):
+            raise ValueError(f"its pickle is damaged: {code.name} {argument:,} in {len(content):,} bytes")
+
+
+def _stored(path: str, name: str, entry: Any, where: Mapping[Any, Any], files: dict[str, Identity]) -> Stored | str:
+    """A tensor of a folder, whose files are added to `files`; or what a value is."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+
+    if isinstance(entry, BytesStorageMetadata):
+        return "a value"
+    if not isinstance(entry, TensorStorageMetadata) or not isinstance(entry.properties.dtype, torch.dtype):
+        raise FileError("HD511", f"{path}: {name}: is stored in a way that is not known")
+    shape, dtype, used, rows = tuple(map(index, entry.size)), entry.properties.dtype, list[str](), []
+    for chunk in entry.chunks:
+        corner, place = tuple(chunk.offsets), where.get(MetadataIndex(name, chunk.offsets))
         if place is None:
-            what = f"{METADATA} does not say where its part at {tuple(chunk.offsets)} is"
+            what = f"{METADATA} does not say where its part at {corner} is"
             raise FileError("HD510", f"{path}: {name}: incomplete: {what}")
         if place.transform_descriptors:
             how = ", ".join(map(str, place.transform_descriptors))
@@ -243,6 +267,8 @@ def _stored(path: str, name: str, entry: Any, places: Sequence[Any], files: dict
             files[file] = identity(file)
         if start < 0 or nbytes <= 0 or start + nbytes > files[file].size:
             raise FileError("HD404", f"{file}: truncated: {name} ends after the end of the file")
+        if prod(map(index, chunk.sizes)) * dtype.itemsize > nbytes:
+            raise FileError("HD404", f"{path}: {name}: is damaged: its part at {corner} is larger than its data")
         if file not in used:
             used.append(file)
         rows.append((used.index(file), start, nbytes))
@@ -251,7 +277,7 @@ def _stored(path: str, name: str, entry: Any, places: Sequence[Any], files: dict
         for corner in ([chunk.offsets for chunk in entry.chunks], [chunk.sizes for chunk in entry.chunks])
     )
     parts = Parts(used, offsets, shapes, np.array(rows, np.int64).reshape(-1, 3))
-    found = Stored(name, shape, entry.properties.dtype, parts=parts)
+    found = Stored(name, shape, dtype, parts=parts)
     if not found.part_boxes.tile():
         raise FileError("HD510", f"{path}: incomplete: the parts of {name} are not the tensor of shape {shape}, once")
     return found
@@ -298,14 +324,14 @@ def part_of(path: str, fd: int, start: int, nbytes: int, box: Box, dtype: torch.
         FileError: it is not the part that is expected.
     """
     view: Any = _View(fd, start, nbytes)
-    members = _members(path, view)
+    places = _places(path, view)
     x = _load(path, view, map_location="meta")
     if not isinstance(x, Tensor):
         raise FileError("HD402", f"{path}: cannot be read: its part at {start:,} is not a tensor")
     if (tuple(x.shape), x.dtype) != (box.shape, dtype):
         what = f"{x.dtype} of shape {tuple(x.shape)}, where {dtype} of {box.shape} is expected"
         raise FileError("HD510", f"{path}: holds {what}")
-    raw = _raw_of(path, x.detach(), members, start)
+    raw = _raw_of(path, "", x.detach(), places, start)
     if raw is not None:
         return raw
     whole: Tensor = _load(path, view, map_location="cpu")

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from hpcdist import activity
 from hpcdist.comm.team import Team
-from hpcdist.errors import listed, refusal
+from hpcdist.errors import FileError, listed, refusal
 from hpcdist.formats import safetensors
-from hpcdist.formats.hdf5 import DTYPE_ATTRIBUTE, GROUP
+from hpcdist.formats.hdf5 import DTYPE_ATTRIBUTE, GROUP, check_name
 from hpcdist.layout import Box
-from hpcdist.process import abort
+from hpcdist.process import abort, machine
 from hpcdist.staging.pieces import check_pieces, check_shape, piece_limit
 from hpcdist.tensors.storage import DTYPES
 from hpcdist.validation import collective, local
@@ -28,7 +28,7 @@ from hpcdist.validation.local import ArgumentError
 T = TypeVar("T")
 
 SINGLE = "data"  # the name of a tensor that is saved without one
-_NOT_WRITTEN = (".npy", ".npz", ".pt", ".pth")  # which programs would read as files of numpy and torch
+_NOT_WRITTEN = (".npy", ".npz", ".pt", ".pth", safetensors.INDEX)  # which are read as other files
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -122,10 +122,8 @@ def flatten(tensors: Any, prefix: str = "") -> dict[str, Any]:
     for key, value in tensors.items():
         if not isinstance(key, str):
             raise refusal(TypeError, "HD418", f"names must be strings, got {key!r}")
-        parts = key.split("/")
-        if not all(parts) or "." in parts or ".." in parts or "\0" in key:
-            raise refusal(ValueError, "HD418", f"{key!r} cannot be a name in an HDF5 file")
         name = f"{prefix}/{key}" if prefix else key
+        check_name(name)
         if name.split("/")[0] == GROUP:
             raise refusal(ValueError, "HD418", f"{name!r}: names that begin with {GROUP} are hpcdist's own")
         for leaf, tensor in flatten(value, name).items():
@@ -175,6 +173,13 @@ def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str
         raise refusal(ValueError, "HD208", f"{what} for {name!r}")
 
 
+def check_memory(path: str, nbytes: int) -> None:
+    """Raise a FileError for more than this machine's memory, of which a damaged or sparse file may tell."""
+    most, _ = machine.capacity()
+    if nbytes > most:
+        raise FileError("HD310", f"{path}: {nbytes:,} bytes are to be read, and this machine has {most:,} of memory")
+
+
 def check_attrs(attrs: Any, given: Mapping[str, Any]) -> None:
     """Raise an ArgumentError for attributes of unknown tensors, or with a name of our own."""
     for name, values in (attrs or {}).items():
@@ -194,8 +199,6 @@ def check_safetensors(dtypes: Mapping[str, torch.dtype], attrs: Mapping[str, Any
         attrs: by name of a tensor, and "" for the file.
     """
     suffix = safetensors.SUFFIX
-    if safetensors.METADATA in dtypes:
-        raise ArgumentError("HD418", f"{safetensors.METADATA!r} cannot be the name of a tensor in a {suffix} file")
     for name, dtype in dtypes.items():
         if dtype not in safetensors.SAFETENSORS.dtypes:
             raise ArgumentError("HD418", f"{name!r} has dtype {dtype}, which a {suffix} file cannot hold")

@@ -19,6 +19,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import time
 import weakref
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -54,7 +56,7 @@ from torch.futures import Future
 
 from hpcdist import layout
 from hpcdist.errors import FileError, reason, refusal
-from hpcdist.formats.contents import Contents, Dataset, Stored
+from hpcdist.formats.contents import Contents, Dataset, Identity, Stored
 from hpcdist.formats.known import describe
 from hpcdist.formats.paths import sync
 from hpcdist.layout import Box
@@ -63,7 +65,7 @@ from hpcdist.runtime.background import join_uploads
 from hpcdist.staging.arguments import flatten, shape_and_dtype
 from hpcdist.staging.drivers import PartFile
 from hpcdist.staging.pieces import outgoing, piece_limit
-from hpcdist.staging.reader import OpenFiles, TensorReader
+from hpcdist.staging.reader import NAPS, OpenFiles, TensorReader, open_files
 from hpcdist.staging.save import wait_for
 from hpcdist.staging.writer import WINDOW, RankWriter, SaveOptions, Target
 from hpcdist.tensors import accelerator
@@ -141,7 +143,7 @@ class HDF5Reader(_OneFile, StorageReader):
     def read_metadata(self) -> Metadata:
         """List the tensors and values of the file. Every tensor is one chunk, of which any box can be read."""
         wait_for(self._path)
-        contents = self._contents = describe(self._path)
+        contents = self._contents = self._described()
         found: dict[str, Any] = {name: _metadata(stored) for name, stored in contents.tensors.items()}
         found |= dict.fromkeys(contents.checkpoint.get("values", ()), BytesStorageMetadata())
         planner_data = None
@@ -149,6 +151,17 @@ class HDF5Reader(_OneFile, StorageReader):
             held = self._value("planner_data", contents.checkpoint["planner_data"])
             planner_data = torch.load(held, weights_only=False)  # checked there
         return Metadata(found, planner_data=planner_data, storage_meta=self.storage_meta())
+
+    def _described(self) -> Contents:
+        """Describe the file. On ranks but the first, names may be cached that are out of date: they wait for it."""
+        naps = list(NAPS) if dist.is_initialized() and dist.get_rank() > 0 else []
+        while True:
+            try:
+                return describe(self._path)
+            except FileError as error:
+                if not naps or "HD401" not in error.codes:
+                    raise
+            time.sleep(naps.pop())
 
     def _value(self, name: str, text: Any) -> io.BytesIO:
         """A value that is no tensor, as its planner made it; a FileError if it is a pickle that is not safe, unless
@@ -173,30 +186,38 @@ class HDF5Reader(_OneFile, StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
+        """Tell all ranks which file the coordinator has described."""
+        assert self._contents is not None
+        return [replace(plan, storage_data=self._contents.files) for plan in plans]
+
+    def _open(self, files: dict[str, Identity] | None) -> OpenFiles:
+        """Open the file that the coordinator has described, which a cache may hide for some seconds."""
+        planned = self._contents
+        assert planned is not None
+        find = lambda: planned if files in (None, planned.files) else replace(describe(self._path), files=files)  # noqa: E731
+        opened = open_files(find, lambda sees: [sees()])
+        if _specs(opened.contents) != _specs(planned):
+            opened.close()
+            raise FileError("HD413", f"{self._path}: was another file when this rank planned what it reads")
+        return opened
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's items, tensors in the order of the file."""
-        contents = self._contents
-        assert contents is not None
         tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
-        for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                name = item.storage_index.fqn
-                planner.load_bytes(item, self._value(name, contents.checkpoint["values"][name]))
-        with OpenFiles(contents) as files:
+        with self._open(getattr(plan, "storage_data", None)) as files:
+            contents = files.contents
+            for item in plan.items:
+                if item.type == LoadItemType.BYTE_IO:
+                    name = item.storage_index.fqn
+                    planner.load_bytes(item, self._value(name, contents.checkpoint["values"][name]))
             readers = {
                 name: TensorReader(files, contents.tensors[name], self._window, self._verify)
                 for name in {item.storage_index.fqn for item in tensors}
             }
-            try:
-                files.fd(self._path)
-                for item in sorted(tensors, key=lambda item: readers[item.storage_index.fqn].place):
-                    target = planner.resolve_tensor(item).detach()
-                    self._read(readers[item.storage_index.fqn], item, target)
-                    planner.commit_tensor(item, target)
-            except OSError as error:
-                raise FileError("HD402", f"{self._path}: cannot be read: {reason(error)}") from error
+            for item in sorted(tensors, key=lambda item: readers[item.storage_index.fqn].place):
+                target = planner.resolve_tensor(item).detach()
+                self._read(readers[item.storage_index.fqn], item, target)
+                planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -217,6 +238,11 @@ class HDF5Reader(_OneFile, StorageReader):
             x = torch.empty(part.shape, dtype=stored.dtype, device="cpu")
             reader.read(part, x)
             target[part.slices(box.offset)].copy_(x)
+
+
+def _specs(contents: Contents) -> object:
+    specs = {name: (of.shape, of.dtype) for name, of in contents.tensors.items()}
+    return specs, contents.checkpoint.get("values", {}).keys()
 
 
 def _metadata(stored: Stored) -> TensorStorageMetadata:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ from hpcdist.layout import Box
 from hpcdist.layout.box import BoxSequence, Copies, Ints, Listed, Shards, grid, summed
 from hpcdist.runtime import world
 from hpcdist.runtime.plan import Plan, planners
-from hpcdist.staging.arguments import SINGLE, agreed, check_inside, check_out, nest, positive
+from hpcdist.staging.arguments import SINGLE, agreed, check_inside, check_memory, check_out, nest, positive
 from hpcdist.staging.pieces import PiecePlan, block_bounds, deliver, piece_limit
 from hpcdist.staging.reader import OpenFiles, TensorReader, open_files
 from hpcdist.staging.save import plan_of_file, wait_for
@@ -88,7 +89,7 @@ def load(
     Returns:
         On each rank its part: a contiguous tensor that it owns (or `out`), of the saved dtype, in native byte order. If
             `name` is a group, or if it is None and the file holds anything but one tensor "data", a nested dict of
-            these. Data that no tensor can hold, such as text, are left out.
+            these. Data that no tensor can hold, such as text, are left out, and rank 0 warns of them.
 
     Raises:
         RankError: on every rank, if the file or the tensor does not exist, or an argument is wrong on one rank or does
@@ -159,8 +160,13 @@ def _targets(call: _Load) -> Iterator[tuple[str, Tensor]]:
     if out is not None and len(call.tensors) != 1:
         what = f"out is given for one tensor, but {len(call.tensors)} are read: {listed(call.tensors)}"
         raise refusal(ValueError, "HD208", what)
+    shapes = {key: call.wants[key][call.team.rank].shape for key in call.tensors}
+    if out is None:
+        check_memory(
+            call.same["path"], sum(prod(shape) * call.tensors[key].dtype.itemsize for key, shape in shapes.items())
+        )
     for key, stored in call.tensors.items():
-        shape = call.wants[key][call.team.rank].shape
+        shape = shapes[key]
         if out is None:
             yield key, pool.empty(shape, stored.dtype, call.device, fixed=True)
             continue
@@ -255,6 +261,8 @@ def _planned(team: Team, verb: str, arguments: Mapping[str, Any]) -> Iterator[_L
         find = lambda: objects.run_on_root(team.comm, verb, lambda: describe(path).chosen(name))  # noqa: E731
         with open_files(find, lambda sees: objects.run_on_all(team.comm, verb, sees)) as call.files:
             tensors, named = call.tensors, name is not None
+            if team.rank == 0 and (contents := call.files.contents).left_out:
+                warnings.warn(coded("HD511", f"{path}: left out: {contents.others()}"), stacklevel=4)
             if not named:
                 name = SINGLE if list(tensors) == [SINGLE] else ""
             same["name"], call.same = call.files.contents.key(name), same

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
-from hpcdist.errors import FileError, listed, reason, refusal
+from hpcdist.errors import FileError, listed, refusal
 from hpcdist.formats import hdf5, plain
 from hpcdist.formats.contents import Dataset, Stored
 from hpcdist.formats.known import describe
@@ -28,6 +28,7 @@ from hpcdist.staging.arguments import (
     agreed,
     check_attrs,
     check_inside,
+    check_memory,
     check_out,
     flatten,
     positive,
@@ -114,6 +115,7 @@ class ReadFile:
 
     Attributes:
         names: names of its tensors.
+        left_out: data that are not read as tensors, such as text: by name, why not, or what they are.
     """
 
     def __init__(self, path: str, window: int) -> None:
@@ -121,6 +123,7 @@ class ReadFile:
         self._files = open_files(lambda: describe(path), lambda sees: [sees()])
         self._contents, self._open = self._files.contents, True
         self.names = list(self._contents.tensors)
+        self.left_out = self._contents.external | self._contents.left_out
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
@@ -171,15 +174,13 @@ class ReadFile:
         box = Box(start, tuple(index(n) for n in (rest if shape is None else shape)))
         check_inside(box, stored.shape)
         if out is None:
+            check_memory(self._contents.path, box.size() * stored.dtype.itemsize)
             target = pool.empty(box.shape, stored.dtype, "cpu" if device is None else device, fixed=True)
         else:
             local.ready(out, "out")
             check_out(out, box.shape, stored.dtype, name)
             target = written(out, out.detach())
-        try:
-            TensorReader(self._files, stored, self._window, verify).read(box, target)
-        except OSError as error:
-            raise FileError("HD402", f"{self._contents.path}: cannot be read: {reason(error)}") from error
+        TensorReader(self._files, stored, self._window, verify).read(box, target)
         return target if out is None else out
 
     def close(self) -> None:

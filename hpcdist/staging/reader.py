@@ -17,7 +17,7 @@ from hpcdist.errors import FileError, reason, refusal
 from hpcdist.formats import plain, torch_files
 from hpcdist.formats.contents import Contents, Slices, Stored
 from hpcdist.formats.known import format_of
-from hpcdist.formats.paths import open_regular
+from hpcdist.formats.paths import file_errors, open_regular
 from hpcdist.formats.plain import Raw, memory
 from hpcdist.layout import Box
 from hpcdist.staging.pieces import incoming, piece_limit
@@ -25,7 +25,7 @@ from hpcdist.tensors.storage import bits
 
 _PART = 2**21  # bytes that are read at a time to be checked
 _MOST_OPEN = 32
-_NAPS = (3.2, 1.6, 0.8, 0.4, 0.2, 0.1, 0)  # seconds between attempts, the last one first
+NAPS = (3.2, 1.6, 0.8, 0.4, 0.2, 0.1, 0)  # seconds between attempts, the last one first
 
 
 class OpenFiles:
@@ -70,7 +70,7 @@ def open_files(find: Callable[[], Contents], on_all: Callable[[Callable[[], bool
         find: describes them.
         on_all: runs a step on every rank that opens them, and returns all results.
     """
-    naps = list(_NAPS)
+    naps = list(NAPS)
     while True:
         files = OpenFiles(find())
 
@@ -124,7 +124,7 @@ class TensorReader:
         """Read a box into `out`, a tensor of its shape on any device.
 
         Raises:
-            FileError: a checksum is wrong, or the file ends early; OSError: it cannot be read.
+            FileError: it cannot be read, a checksum is wrong, or the file ends early.
         """
         parts = self._parts(want, piece_limit(self.window // 2, out.itemsize))
         local = [box.relative_to(want.offset) for box, _ in parts]
@@ -152,7 +152,7 @@ class TensorReader:
         else:
             if row is not None:
                 self.check(row)
-            with self._truncation():
+            with self._errors():
                 self._read(box, target)
         activity.touch()
         if self.progress is not None:
@@ -238,7 +238,7 @@ class TensorReader:
         """Compare the checksum of the data that `read` returns; retry once, because the cache may be out of date."""
         assert self.stored.pieces is not None
         entry, box = self.stored.pieces[row], self.stored.boxes[row]
-        with self._truncation():
+        with self._errors():
             if read() == int(entry["xxh3_64"]):
                 return
             plain.forget(self.fd)
@@ -249,8 +249,11 @@ class TensorReader:
         raise FileError("HD404", f"{self.path}: {self.stored.name}: {what}")
 
     @contextmanager
-    def _truncation(self) -> Iterator[None]:
-        try:
-            yield
-        except EOFError as error:
-            raise FileError("HD404", f"{self.path}: {self.stored.name}: truncated: {error}") from error
+    def _errors(self) -> Iterator[None]:
+        """Let each error of the system and of a library name the file and the tensor."""
+        what = f"{self.path}: {self.stored.name}".rstrip(": ")
+        with file_errors(what):
+            try:
+                yield
+            except EOFError as error:
+                raise FileError("HD404", f"{what}: truncated: {error}") from error

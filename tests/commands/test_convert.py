@@ -116,7 +116,7 @@ def test_every_layout_to_every_other(np_, made, tmp_path):
     assert len(list(tmp_path.glob("0d-*"))) > 2
     said = [job.out.splitlines() for job in jobs[::3]]
     assert said[0][0].startswith(f"convert: DCP folder {made}/dcp: 4 files, 8 tensors, ")
-    left_out = "LEFT OUT, 2 values besides tensors: step, groups.0.lr"
+    left_out = "LEFT OUT, 2 values besides tensors: step (a value), groups.0.lr (a value)"
     assert [INPUTS[i] for i, (_, second, *_) in enumerate(said) if second == left_out] == ["dcp", "whole.h5"]
     with safe_open("3a.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt", "who": "me"}
@@ -137,12 +137,18 @@ def test_inputs_with_more_than_tensors():
     torch.save({"model": weights, "ema": {"model": weights}, "step": 3, "optimizer": {"groups": [1]}}, "y.pt")
     twice = dict.fromkeys(["model/w", "ema/model/w"], torch.arange(3.0))
     cases = {
-        "dcp one.safetensors": ({f"model.{name}": x for name, x in held.items()}, "1 value besides tensors: n"),
+        "dcp one.safetensors": (
+            {f"model.{name}": x for name, x in held.items()},
+            "1 value besides tensors: n (a value)",
+        ),
         "x.safetensors.index.json two.h5": (
             {"a": torch.arange(3), "b": torch.arange(5)},
-            "1 value besides tensors: old",
+            "1 value besides tensors: old (in x-1.safetensors, where the index does not look for it)",
         ),
-        "y.pt three.safetensors": (twice, "2 values besides tensors: step, optimizer/groups"),
+        "y.pt three.safetensors": (
+            twice,
+            "2 values besides tensors: step (a value: int), optimizer/groups (a value: list)",
+        ),
     }
     for job, (line, (wholes, text)) in zip(convert(2, *cases), cases.items(), strict=True):
         assert job.status == 0, job.err
@@ -171,7 +177,7 @@ def test_no_pickle_of_others_is_run(made, tmp_path, monkeypatch):
     """A planner's own objects are passed over; what stands for a tensor is refused; in the archives, too."""
 
     def forged(held):
-        torch.save(Boom(), "forged")
+        torch.save([Boom(), torch.zeros(5000)], "forged")  # as long as the data that are expected
         info = _info(held, "rows")
         info.relative_path, info.offset, info.length = "forged", 0, os.path.getsize("forged")
 

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import os
+from dataclasses import replace
 
 import h5py
 import pytest
@@ -17,6 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import hpcdist as hd
 from hpcdist import staging
+from hpcdist.errors import FileError
+from hpcdist.formats.contents import identity
 from hpcdist.formats.paths import Commit
 from hpcdist.staging import dcp as hdf5_dcp
 from hpcdist.staging.dcp import HDF5Reader, HDF5Writer
@@ -295,6 +298,29 @@ def test_ranks_on_several_hosts(findings, world, folder, path, mesh, monkeypatch
     gc.collect()  # the writer, which what has failed refers to
     world.comm.Barrier()
     findings.check(os.listdir(folder) == ["x.h5"], os.listdir(folder))
+
+
+@several_ranks
+@pytest.mark.parametrize("seen", ["nothing", "the old file"])
+def test_a_load_waits_for_a_file_that_a_rank_cannot_see_yet(
+    seen, findings, last, rank, folder, path, mesh, monkeypatch
+):
+    """As staging.load: its cache of names may be some seconds out of date."""
+    old, describe, times = str(folder / "old.h5"), hdf5_dcp.describe, iter(range(2 if seen == "nothing" else 1))
+    save({"x": torch.zeros(4), "step": 1}, old)
+    save({"x": torch.ones(4), "step": 2}, path)
+
+    def late(name):
+        if name != str(path) or rank != last or next(times, None) is None:
+            return describe(name)
+        if seen == "nothing":
+            raise FileError("HD401", f"{name}: no such file")
+        return replace(describe(old), path=name, files={name: identity(old)})
+
+    monkeypatch.setattr(hdf5_dcp, "describe", late)
+    state = {"x": torch.zeros(4), "step": 0}
+    load(state, path)
+    findings.check(state["x"].eq(1).all() and state["step"] == 2, state)
 
 
 class Custom:
