@@ -22,6 +22,7 @@ import mpi4py
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, reason, refusal
 from hpcdist.process import abort
+from hpcdist.process.replaced import Replaced
 from hpcdist.process.streams import INTERRUPTED
 from hpcdist.runtime import world
 from hpcdist.runtime.cli import refuse
@@ -187,8 +188,9 @@ def main() -> None:
     _direct_output(here.rank, args.tag_output, files)
     from mpi4py import MPI
 
+    replaced = Replaced()
     for name in ("Init", "Init_thread"):
-        setattr(MPI, name, _refuse_init)
+        replaced.set(MPI, name, _refuse_init)
     host.by_mpi = args.mpi
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by the package, for the time of the imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -207,6 +209,8 @@ def main() -> None:
             raise
         sys.excepthook(type(error), error, error.__traceback__)  # Python would exit with 1, in a module
         sys.exit(INTERRUPTED)
+    finally:
+        replaced.put_back()
 
 
 if __name__ == "__main__":

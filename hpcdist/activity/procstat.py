@@ -49,6 +49,13 @@ def started(pid: int) -> int:
     return int(fields[19]) if len(fields) > 19 else 0
 
 
+def handles(number: int) -> bool:
+    """Whether this process handles a signal, also in C, as faulthandler does, which signal.getsignal() does not see."""
+    with open("/proc/self/status") as file:
+        caught = next(line for line in file if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> number - 1 & 1)
+
+
 def status(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the process's name, its state first; none without such a process."""
     try:

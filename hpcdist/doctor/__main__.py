@@ -124,8 +124,7 @@ def _child(examine: Callable[[list[Facts]], Steps[None]], facts: Facts, pipe: Co
     """Examine, and tell the parent each step as it begins, with the facts so far; None at the end."""
     status, ranks = 1, [facts]
     leave = os._exit  # which hpcdist.init() replaces
-    # MPI_Abort would end the supervisors before they can print.
-    abort.job = lambda status, *_, **__: leave(status)
+    abort.only_this_process = True  # MPI_Abort would end the supervisors before they can print
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)  # the launcher may end only the process that it started
     try:

@@ -21,7 +21,6 @@ read any file that the user may read, so all three are found before anything is 
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,6 +43,7 @@ from hpcdist.formats.paths import check_regular, check_unicode, file_errors
 from hpcdist.formats.plain import Raw, digest
 from hpcdist.layout import Box
 from hpcdist.layout.box import Ints
+from hpcdist.process.limit import ended_after
 from hpcdist.tensors.storage import BARE, DTYPES
 
 GROUP = "_hpcdist"
@@ -199,15 +199,12 @@ def opened(path: str) -> Iterator[Any]:
     """Open an HDF5 file for reading.
 
     HDF5 may read a damaged one for ever, and h5py holds Python's lock meanwhile: no thread of Python's could end that.
-    Other ranks see it at the deadline; for a rank without others, faulthandler's thread ends the process, and prints
-    the line where it is. It has one timer: a program's own is cancelled.
+    Other ranks see it at the deadline; a rank without others ends itself.
     """
     import h5py
 
     limit = activity.lone_limit
-    if limit is not None:
-        faulthandler.dump_traceback_later(limit, exit=True, file=2)
-    try:
+    with nullcontext() if limit is None else ended_after(limit):
         # HDF5 2.0 does not open a descriptor's path once the file has another name, or none; h5py reads one by Python.
         by_fd = path.startswith("/proc/self/fd/")
         with open(path, "rb", buffering=0) if by_fd else nullcontext(path) as source:
@@ -222,9 +219,6 @@ def opened(path: str) -> Iterator[Any]:
                 raise
             with file:
                 yield file
-    finally:
-        if limit is not None:
-            faulthandler.cancel_dump_traceback_later()
 
 
 def _contents(path: str, file: Any, at: Identity) -> Contents:

@@ -9,6 +9,13 @@ raised in another thread, in an ``atexit`` handler or in a forked child, and aft
 
 An exit that is not seen here (``raise SystemExit(n)`` outside a ``with hpcdist.init()`` block, the builtin ``exit``)
 ends the program as usual: the other ranks get an error at their next verb, or the deadline of the end of the program.
+
+From install() to uninstall(), three names are replaced, because no other way gives the same promise:
+
+- ``sys.excepthook``: without it, an error would end the process only after its threads have ended;
+- ``sys.exit``: an ``atexit`` handler does not learn the status, and a rank that ends with 0 must wait for the others;
+- ``os._exit``: no handler runs. MPICH's launcher ends the job before another rank can say why, and with status 0 after
+  ``os._exit(0)``.
 """
 
 from __future__ import annotations
@@ -23,22 +30,23 @@ import textwrap
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, TextIO
 
 from hpcdist.errors import HpcdistError, RankError, coded, with_hint
+from hpcdist.process.replaced import Replaced
 from hpcdist.process.streams import INTERRUPTED
 
 _FLUSH_SECONDS = 1.0  # for the output that is left
 _FORWARD_SECONDS = 0.2  # launchers lose output printed just before an abort, unless they get time to forward it
 _exit_now = os._exit
-_exit = sys.exit
-_first_hook = _last_hook = sys.excepthook  # those found when install() was first and last called
+_replaced: Replaced | None = None  # from install() to uninstall()
+_first_hook = _last_hook = sys.excepthook  # the one found by the first install(), and the one that ours calls
 _LOST = ("timed out", "connection closed", "connection reset")  # in torch's errors after another rank has gone
 _reporting = False  # an excepthook is running
-_installed = False
+only_this_process = False  # job() ends this process alone, and at once
 _status = 0  # the exit status of the SystemExit that ends the program
 end_together = False  # all ranks have agreed to stop: each exits by itself, with any status
 temp_files: set[str] = set()  # the files of calls under way, removed if the job ends meanwhile
@@ -74,6 +82,8 @@ def explain() -> None:
 def job(status: int, forward: float = _FORWARD_SECONDS) -> NoReturn:
     """End every process of the MPI job with `status`. Flushes this process's output first, and leaves the launcher
     `forward` seconds to pass it on."""
+    if only_this_process:
+        _exit_now(status)
     from mpi4py import MPI
 
     try:
@@ -206,7 +216,7 @@ def _sys_exit(code: Any = None, /) -> NoReturn:
 
 def replace(error: BaseException | None) -> None:
     """Replace a foreign SystemExit by one that is noticed when it ends the program."""
-    if _installed and type(error) is SystemExit:
+    if _replaced is not None and type(error) is SystemExit:
         raise _Exit(*error.args).with_traceback(error.__traceback__)
 
 
@@ -239,7 +249,7 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
         _first_hook(kind, error, trace)
         return
     _report(kind, error, trace)
-    if _installed and not _goes_on():
+    if _replaced is not None and not _goes_on():
         if isinstance(sys.stderr, io.StringIO):  # of torch's hook, which prints it after this one: too late
             from mpi4py import MPI
 
@@ -275,42 +285,58 @@ def _goes_on() -> bool:
 
 def check() -> None:
     """Called at the end of the program: end the job if this process exits with a non-zero status."""
-    if _installed and _status and not end_together:
+    if _replaced is not None and _status and not end_together:
         job(_status)
 
 
 def install() -> None:
-    """From now on, an uncaught exception or a non-zero ``sys.exit`` of this process ends the whole MPI job.
-
-    Call it again after another library may have set ``sys.excepthook``, as torch.distributed does. torch's hook
-    collects the output of the other hooks, which would be lost if one of those ended the job.
-    """
-    global _installed, _first_hook, _last_hook
-    if not _installed:
-        _installed = True
-        sys.exit, os._exit = _sys_exit, _os_exit
+    """From now on, an uncaught exception or a non-zero ``sys.exit`` of this process ends the whole MPI job."""
+    global _replaced, _first_hook, _last_hook
+    if _replaced is not None:
+        return
+    if _first_hook is sys.__excepthook__:
         _first_hook = sys.excepthook
-        atexit.register(check)
+    _last_hook = sys.excepthook
+    _replaced = Replaced()
+    for owner, name, value in ((sys, "exit", _sys_exit), (os, "_exit", _os_exit), (sys, "excepthook", _excepthook)):
+        _replaced.set(owner, name, value)
+    atexit.register(check)
+
+
+@contextmanager
+def without_hook() -> Iterator[None]:
+    """A context in which torch.distributed sets its hook, which calls the one that it finds, and which ours then calls.
+
+    torch's hook collects the output of the one that it has found. It would be lost if that one ended the job.
+    """
+    global _last_hook
     if sys.excepthook is not _excepthook:
-        _last_hook = sys.excepthook
-        sys.excepthook = _excepthook
+        yield
+        return
+    sys.excepthook = _last_hook
+    try:
+        yield
+    finally:
+        _last_hook, sys.excepthook = sys.excepthook, _excepthook
 
 
-def uninstall() -> None:
-    """Restore Python's own behaviour, for an exit with a non-zero status that all ranks have agreed on."""
-    global _installed
-    _installed = False
-    sys.exit, os._exit = _exit, _exit_now
+def uninstall() -> list[str]:
+    """Put back what install() has replaced.
+
+    Returns:
+        The names that the program, or another library, has replaced since: they are left as they are.
+    """
+    global _replaced, _last_hook
+    replaced, _replaced, _last_hook = _replaced, None, _first_hook
     atexit.unregister(check)
+    return [] if replaced is None else replaced.put_back()
 
 
 def _in_child() -> None:
     """Leave forked child processes to themselves: the job is their parent's."""
     at_end(None, None)
     temp_files.clear()
-    if _installed:
-        uninstall()
-        sys.excepthook = _first_hook
+    uninstall()
 
 
 os.register_at_fork(after_in_child=_in_child)

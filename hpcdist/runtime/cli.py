@@ -16,7 +16,7 @@ from torch import Tensor
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, LaunchError
 from hpcdist.formats.paths import write_text
-from hpcdist.process import abort, machine
+from hpcdist.process import machine
 from hpcdist.process.streams import escape, printing
 from hpcdist.runtime import world
 from hpcdist.runtime.commandline import BAD_INPUT, Parser, is_rank_0, line
@@ -44,8 +44,7 @@ def run(parser: Parser, main: Callable[[World, argparse.Namespace], int]) -> NoR
             here.finalize()
         except HpcdistError as error:
             refuse(parser.prog, error)
-        abort.uninstall()  # all ranks have agreed on this status
-        sys.exit(status)
+        sys.exit(status)  # all ranks have agreed on it, and the world has ended
 
 
 def refuse(name: str, error: HpcdistError) -> NoReturn:
@@ -54,7 +53,6 @@ def refuse(name: str, error: HpcdistError) -> NoReturn:
     if world.is_first() if isinstance(error, LaunchError) else is_rank_0():
         print(f"{name}: error: {line(error)}", file=sys.stderr, flush=True)
     world.finalize()
-    abort.uninstall()
     sys.exit(BAD_INPUT)
 
 

@@ -67,6 +67,7 @@ class Stop:
         self._first = inf  # when it arrived
         self._found: dict[int, Any] = {}  # handlers before ours
         self._pipe: tuple[int, ...] = ()
+        self._wakeup = -1  # the descriptor to which Python has written signals before
         self._every = -1  # of the latest agreement
         self._calls = 0  # since then
         abort.end_together = False
@@ -123,7 +124,7 @@ class Stop:
                 self._found.setdefault(number, old)
         if not self._pipe:
             self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-            signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+            self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
             self._watch.listen(self._pipe[0], self._arrived)
 
     def _note(self, number: int, frame: object) -> None:
@@ -146,7 +147,9 @@ class Stop:
                 if signal.getsignal(number) == self._note:
                     signal.signal(number, old or signal.SIG_DFL)
             if self._pipe:
-                signal.set_wakeup_fd(-1)
+                current = signal.set_wakeup_fd(-1)
+                with suppress(OSError, ValueError):  # the program has closed its own meanwhile
+                    signal.set_wakeup_fd(self._wakeup if current == self._pipe[1] else current)
             for fd in self._pipe:
                 os.close(fd)
             self._pipe = ()

@@ -132,7 +132,9 @@ class World:
     def finalize(self) -> None:
         """End torch.distributed, if init() started it, and free the library's communicators. MPI keeps running.
 
-        Collective over the world. Called automatically at the end of the program. A second call does nothing.
+        Collective over the world. Called automatically at the end of the program. A second call does nothing. What
+        init() has replaced, such as ``sys.exit`` and ``sys.excepthook``, is as before. What another library has
+        replaced since is left, with a warning.
 
         Raises:
             RankError: on all ranks, if another rank calls a verb instead.
@@ -143,9 +145,13 @@ class World:
                 collective.exchange(self._context.team, Call(collective.LEAVE))
                 for done in background.leave_all(self._context.teams.values()):
                     done.wait()
-            self._close()
+            left = self._close()
+            if left and not self._implicit:  # torch has set its hook after a world that it has begun
+                text = f"hpcdist.finalize() has left what another library has replaced after init(): {', '.join(left)}"
+                warnings.warn(text, stacklevel=2)
 
-    def _close(self) -> None:
+    def _close(self) -> list[str]:
+        """End what has begun; return the names that have been replaced by others since, and are left."""
         global _world
         _world = None
         atexit.unregister(_leave)
@@ -161,6 +167,7 @@ class World:
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         report_failures()
+        return abort.uninstall()
 
     def __enter__(self) -> World:
         return self
@@ -362,12 +369,13 @@ def _make(asked: Asked, implicit: bool = False, program: bool = False) -> World:
     env_timeout, env_cache = os.environ.get("HPCDIST_TIMEOUT"), os.environ.get("HPCDIST_CACHE")
     with starting_mpi(asked.timeout, env_timeout, launcher.described(os.environ)):
         comm = launcher.job(asked.comm, os.environ)
-    if comm.size > 1:
-        abort.install()
     if comm.rank == 0:
         torch_names.warn_if_newer()
     trace = asked.trace or os.environ.get("HPCDIST_TRACE") or None
     with ExitStack() as ends:  # now, if an error follows
+        if comm.size > 1:
+            abort.install()
+            ends.push(_put_back_after)
         with first_meeting(asked.timeout, env_timeout, comm.size, launcher.library()):
             private = rendezvous.in_torch_order(comm)
             ends.callback(_free, private)
@@ -392,10 +400,9 @@ def _make(asked: Asked, implicit: bool = False, program: bool = False) -> World:
             if asked.bind:
                 _bind(private, nodes, accelerator.of_rank(nodes.local_rank) if program else settings.device)
             name = None if implicit else asked.backend or registration.default_backend(settings.own_gpus)
-            owns_group = registration.start(private, meeting, name, limit, settings.device)
+            with abort.without_hook():
+                owns_group = registration.start(private, meeting, name, limit, settings.device)
         ends = ends.pop_all()
-    if comm.size > 1:
-        abort.install()  # again: torch has set a hook of its own
     ours = Context(private, comm, settings)
     registration.host.team = ours.team
     background.prepare(ours.team)
@@ -416,6 +423,13 @@ def _make(asked: Asked, implicit: bool = False, program: bool = False) -> World:
     )
     atexit.register(_leave)
     return _world
+
+
+def _put_back_after(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    """Put sys.exit and the like back if no rank has a world. After an error of this rank alone the others wait for
+    it: they end with it, unless the program catches the error."""
+    if isinstance(error, HpcdistError):
+        abort.uninstall()
 
 
 def _free(comm: MPI.Intracomm) -> None:

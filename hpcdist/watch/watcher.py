@@ -93,7 +93,7 @@ class Watch:
         self._lock = threading.RLock()  # between those who wake the thread and the one who closes the pipe for that
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._dump, self._dumper = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._listens = signal.getsignal(SIGNAL) == signal.SIG_DFL
+        self._listens = signal.getsignal(SIGNAL) == signal.SIG_DFL and not procstat.handles(SIGNAL)
         if self._listens:  # a handler of Python's would not run while the main thread is in MPI
             faulthandler.register(SIGNAL, file=self._dumper, all_threads=False, chain=False)
         activity.start(self._record, self._slot)
