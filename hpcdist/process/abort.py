@@ -43,7 +43,8 @@ _FLUSH_SECONDS = 1.0  # for the output that is left
 _FORWARD_SECONDS = 0.2  # launchers lose output printed just before an abort, unless they get time to forward it
 _exit_now = os._exit
 _replaced: Replaced | None = None  # from install() to uninstall()
-_first_hook = _last_hook = sys.excepthook  # the one found by the first install(), and the one that ours calls
+_first_hook: Callable[..., Any] | None = None  # the one found by the first install(), which cannot call ours
+_last_hook: Callable[..., Any] = sys.excepthook  # the one that ours calls
 _LOST = ("timed out", "connection closed", "connection reset")  # in torch's errors after another rank has gone
 _reporting = False  # an excepthook is running
 only_this_process = False  # job() ends this process alone, and at once
@@ -246,7 +247,7 @@ def show(error: BaseException, frame: FrameType | None) -> None:
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print the traceback as Python would, then end the job if the error ends this process."""
     if _reporting:  # a hook that was set after install(), and calls the one it found
-        _first_hook(kind, error, trace)
+        (_first_hook or sys.__excepthook__)(kind, error, trace)
         return
     _report(kind, error, trace)
     if _replaced is not None and not _goes_on():
@@ -294,8 +295,7 @@ def install() -> None:
     global _replaced, _first_hook, _last_hook
     if _replaced is not None:
         return
-    if _first_hook is sys.__excepthook__:
-        _first_hook = sys.excepthook
+    _first_hook = _first_hook or sys.excepthook
     _last_hook = sys.excepthook
     _replaced = Replaced()
     for owner, name, value in ((sys, "exit", _sys_exit), (os, "_exit", _os_exit), (sys, "excepthook", _excepthook)):
@@ -327,7 +327,7 @@ def uninstall() -> list[str]:
         The names that the program, or another library, has replaced since: they are left as they are.
     """
     global _replaced, _last_hook
-    replaced, _replaced, _last_hook = _replaced, None, _first_hook
+    replaced, _replaced, _last_hook = _replaced, None, _first_hook or _last_hook
     atexit.unregister(check)
     return [] if replaced is None else replaced.put_back()
 

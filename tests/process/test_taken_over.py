@@ -78,7 +78,8 @@ stage("finalized at last")
 def test_what_the_program_replaces_meanwhile_is_left_and_said():
     found = changes("""
 world = hd.init()
-def theirs(*_): pass
+ours, calls = sys.excepthook, []
+def theirs(*error): calls.append(ours(*error))
 sys.excepthook = theirs
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
@@ -87,6 +88,10 @@ with warnings.catch_warnings(record=True) as said:
 texts = [str(w.message) for w in said]
 assert sys.excepthook is theirs and sum("excepthook" in text for text in texts) == 1
 stage("finalized")
+hd.init()
+sys.excepthook(ValueError, ValueError("shown, and the program goes on"), None)
+hd.finalize()
+assert len(calls) == 1 and sys.excepthook is theirs
 """)
     assert found["finalized"] == {"sys:excepthook"}
 
