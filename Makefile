@@ -2,7 +2,7 @@
 # make test: everything except the long tests; as root on Debian with its packages of Open MPI and parallel HDF5
 # make test-quick: the verbs on 2 ranks of MPICH, in some minutes
 # make test-all: also all kills, all random cases, gigabytes, and make test-versions
-# make test-versions: np 2 and the file tests with the newest libraries, torch 2.14 and 2.15, Open MPI 5 and Intel MPI
+# make test-versions: np 2 and the file tests with the newest libraries, torch 2.15, Open MPI 5 and Intel MPI
 # make docs: the documentation as a site, build/site/index.html; its links are checked
 # make release: wheel, source distribution and recipes in dist/; checks them, installs them, runs the demo from each
 # make lint, make bench, make clean
@@ -28,7 +28,7 @@ test-all:
 
 test-versions:
 	@.ci/environment mpich test
-	@.venv/mpich/bin/python tests/run.py $(foreach of,newest openmpi5 impi torch214 torch215,$(of)-np2 $(of)-jobs)
+	@.venv/mpich/bin/python tests/run.py $(foreach of,newest openmpi5 impi torch215,$(of)-np2 $(of)-jobs)
 
 lint:
 	@.ci/environment mpich test

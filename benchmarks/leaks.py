@@ -32,7 +32,7 @@ from hpcdist.activity import callsite
 from hpcdist.comm.windows import SPARE
 
 _MIB = 2**20
-_CONTEXT_IDS = 2048  # communicators that MPICH can have at once
+_CONTEXT_IDS = {"MPICH": 2048, "Intel MPI": 32768}  # communicators that a process can have at once
 _CACHED = 5000  # calls with new arguments after which every cache of the library is full
 
 
@@ -96,22 +96,23 @@ def _kib(text: str) -> float:
 def communicators(comm: MPI.Intracomm) -> int:
     """Count the MPI communicators of this process. Collective.
 
-    MPICH has 2,048 at most, so those that can still be made are made and freed, by each rank alone, which is quick.
+    MPICH has a fixed number, so those that can still be made are made and freed, by each rank alone, which is quick.
     Open MPI numbers its handles from the lowest free number: that of a new communicator is the number of those before.
     """
-    if MPI.get_vendor()[0] != "MPICH":
+    most = _CONTEXT_IDS.get(MPI.get_vendor()[0])
+    if most is None:
         made = comm.Dup()
         number = made.py2f()
         made.Free()
         return int(number)
     more: list[MPI.Intracomm] = []
     with suppress(MPI.Exception):
-        while len(more) < _CONTEXT_IDS:
+        while len(more) < most:
             more.append(MPI.COMM_SELF.Dup())
     free = len(more)
     for made in more:
         made.Free()
-    return _CONTEXT_IDS - free
+    return most - free
 
 
 def _records(world: hd.World) -> int:
@@ -253,8 +254,9 @@ def _comms(world: hd.World, folder: Path) -> Call:
 
 def _torch_groups(world: hd.World, folder: Path) -> Call:
     def call(i: int) -> None:
-        group = dist.new_group()
+        group = dist.new_group(backend="gloo" if i % 2 else None)
         hd.concat(torch.ones(3), group=group)
+        dist.all_reduce(torch.ones(3), group=group)
         dist.destroy_process_group(group)
 
     return call

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,8 +44,16 @@ def _fact(doc: str, read: Callable[[], Any]) -> Callable[[], Any]:
     return read
 
 
+def _world() -> world.World:
+    """Return the world, from init() to shutdown(); programs take the ValueError for "not initialized"."""
+    if not _registered:
+        raise refusal(ValueError, "HD112", "Horovod has not been initialized; use hvd.init().")
+    return world.current()
+
+
 def mpi_threads_supported() -> bool:
     """Whether several threads may call MPI at once."""
+    _world()
     from mpi4py import MPI
 
     return MPI.Query_thread() == MPI.THREAD_MULTIPLE
@@ -57,12 +66,16 @@ def nccl_built() -> int:
 
 
 is_initialized = _fact("Whether init() has been called, and shutdown() has not.", lambda: bool(_registered))
-rank = _fact("The rank of this process.", lambda: world.current().rank)
-size = _fact("The number of processes.", lambda: world.current().world_size)
-local_rank = _fact("The rank among the processes of this node.", lambda: world.current().local_rank)
-cross_rank = _fact("This node's number.", lambda: world.current().node)
-local_size = _fact("The processes on this node.", lambda: world.current().settings.node_of.count(cross_rank()))
-cross_size = _fact("The number of nodes.", lambda: world.current().nodes)
+rank = _fact("The rank of this process.", lambda: _world().rank)
+size = _fact("The number of processes.", lambda: _world().world_size)
+local_rank = _fact("The rank among the processes of this node.", lambda: _world().local_rank)
+cross_rank = _fact("This node's number.", lambda: _world().node)
+local_size = _fact("The processes on this node.", lambda: _world().settings.node_of.count(cross_rank()))
+cross_size = _fact("The number of nodes.", lambda: _world().nodes)
+is_homogeneous = _fact(
+    "Whether all nodes have as many.", lambda: len({*Counter(_world().settings.node_of).values()}) == 1
+)
+mpi_ops = sys.modules[f"{__name__}.mpi_ops"] = sys.modules[__name__]  # Horovod defines these names there
 mpi_built = mpi_enabled = _fact("True.", lambda: True)
 cuda_built = _fact("Whether torch was built with CUDA.", lambda: torch.version.cuda is not None)
 rocm_built = _fact("Whether torch was built with ROCm.", lambda: torch.version.hip is not None)
@@ -114,15 +127,15 @@ global_process_set._reset(0)
 _registered: dict[int, ProcessSet] = {}
 
 
-def init(comm: Any = None, process_sets: Sequence[ProcessSet] = ()) -> None:
+def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Start torch.distributed over MPI, by :func:`hpcdist.init`. Collective over all ranks; may be repeated. `comm` is
-    used in place of COMM_WORLD. `process_sets` replace those that are registered."""
+    used in place of COMM_WORLD. `process_sets` replace those that are registered; "dynamic" and None replace none."""
     if comm is not None and not hasattr(comm, "Get_rank"):
         raise _wrong("init(): pass an mpi4py communicator as `comm`, and ranks as process_sets=[ProcessSet(ranks)]")
     found = world.init(comm)
     global_process_set.ranks, global_process_set.mpi_comm = list(range(found.world_size)), found.comm
     _registered.setdefault(0, global_process_set)
-    if process_sets:
+    if process_sets and not isinstance(process_sets, str):
         for old in list(_registered.values()):
             remove_process_set(old)
         _register(process_sets)
@@ -131,9 +144,10 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] = ()) -> None:
 def _register(process_sets: Sequence[ProcessSet], same: bool = False) -> None:
     """Make the group of each set that a rank passes. Collective over all ranks, with the same sets if `same`: a
     communicator may hold other ranks on each."""
+    comm = _world().comm
     for one in process_sets:
         if one.mpi_comm is not None:
-            mine, whole = one.mpi_comm.Get_group(), world.current().comm.Get_group()
+            mine, whole = one.mpi_comm.Get_group(), comm.Get_group()
             one.ranks = sorted(mine.Translate_ranks(None, whole))
             mine.Free()
             whole.Free()
@@ -686,6 +700,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
 
 def _of_root(value: Any, root_rank: int, process_set: ProcessSet) -> Any:
     """Return the root's value, a structure of hpcdist's, on every rank."""
+    rank()  # raises before init()
     if root_rank not in (process_set.ranks or ()):
         raise _wrong(f"root_rank {root_rank} is not in {process_set}")
     barrier(process_set)  # operations that were submitted before run first

@@ -96,6 +96,12 @@ mode_key = _attribute(
     "tells modes that replace operations from those that observe them",
     _UNSEEN.format("a dispatch mode"),
 )
+FakeTensor = _name(
+    "torch._subclasses:FakeTensor",
+    "calls of torch's collectives over backend mpi have a result under FakeTensorMode, up to torch 2.13",
+    "they are refused there",
+    type(None),
+)
 transform = _name(
     "torch._C._functorch:peek_interpreter_stack",
     "whether a call is within vmap, grad or another transform of torch.func",
@@ -204,6 +210,17 @@ works_registered = _name(
     lambda: 0,
 )
 wait_tensor = _name("torch.ops:_c10d_functional.wait_tensor", *NAMES[-1][1:], lambda x: x)
+is_profiled = _name(
+    "torch.autograd:_profiler_enabled",
+    "torch's collectives over backend mpi are events of torch.profiler, up to torch 2.13",
+    "each takes some microseconds longer",
+    lambda: True,
+)
+DispatchKey = _name(
+    "torch._C:DispatchKey",
+    "torch's collectives over backend mpi write lazily conjugated and negated tensors, from torch 2.14 on",
+    "the dispatcher drops what they write into such a tensor: call resolve_neg() on it first",
+)
 default_store = _name(
     "torch.distributed.distributed_c10d:_get_default_store",
     "the store of the job, by which routes nccl and gloo connect",

@@ -24,6 +24,7 @@ from torch.distributed import BarrierOptions
 from hpcdist import activity, torch_names
 from hpcdist.backend import agreement, collectives
 from hpcdist.backend.agreement import Call, Counts, sizes
+from hpcdist.backend.dispatcher import give_lazy_tensors, observed
 from hpcdist.backend.host_copies import gpu_events, share_memory
 from hpcdist.backend.reductions import Reduction, reduction
 from hpcdist.backend.works import DONE, Finished, Queued, Transfer, forget_done, recv, send
@@ -441,6 +442,7 @@ class MpiBackend(Operations, Base):  # type: ignore[misc]
         self._options = options if isinstance(options, Base.Options) else Base.Options(name, timeout)
         self._start(team, timeout)
         _alive.add(self)
+        give_lazy_tensors(Operations, ("mpi", "mpi4py"))
 
     @property
     def options(self) -> Any:
@@ -546,5 +548,8 @@ class MpiProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
         return f"<{type(self).__name__} {self._group_name!r}: rank {self._team.rank} of {self._team.size}>"
 
 
+_observed = observed(Operations)
+for _name, _method in _observed.items():
+    setattr(MpiProcessGroup, _name, _method)
 # DDP's forward calls them within what torch compiles, and waits for them there.
-torch_names.not_compiled([Operations, Finished, Queued, Transfer])
+torch_names.not_compiled([Operations, Finished, Queued, Transfer, *_observed.values()])

@@ -53,7 +53,6 @@ class TorchGroup:
         """Name and deadline in seconds of the backend of each type of device."""
         group = self._group()
         assert group is not None
-        activity.peers[self.number] = dist.get_process_group_ranks(group)
         found: dict[str, tuple[str, float | None]] = {}
         for device in torch_names.device_types(group):
             backend = torch_names.backend_of(group)(device)
@@ -63,6 +62,9 @@ class TorchGroup:
             found[device.type] = backend.name(), limit
             if limit:
                 activity.expect_limit(limit)
+        if not {name for name, _ in found.values()} <= {*_OURS}:
+            activity.peers[self.number] = dist.get_process_group_ranks(group)
+            weakref.finalize(group, activity.forget, self.number).atexit = False
         return found
 
     def _device(self, args: Any) -> str:

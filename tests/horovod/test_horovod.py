@@ -1,5 +1,7 @@
 """hpcdist.horovod: values encode the rank; the reference is plain arithmetic."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
@@ -18,6 +20,25 @@ def test_ranks():
     world = hpcdist.current()
     assert (hvd.rank(), hvd.size(), hvd.local_rank()) == (world.rank, world.world_size, world.local_rank)
     assert hvd.local_size() * hvd.cross_size() == hvd.size() and hvd.cross_rank() == world.node and hvd.is_initialized()
+    assert hvd.is_homogeneous() and hvd.mpi_ops.Sum is hvd.Sum and import_module("hpcdist.horovod.mpi_ops") is hvd
+
+
+def test_between_shutdown_and_init(monkeypatch):
+    """A ValueError, as Horovod's, also where the world is there already, as under hpcdist.run."""
+    monkeypatch.setattr(hvd, "_registered", {})
+    facts = (hvd.rank, hvd.size, hvd.local_rank, hvd.cross_rank, hvd.local_size, hvd.cross_size, hvd.is_homogeneous)
+    calls = (
+        lambda: hvd.allreduce(torch.ones(1)),
+        lambda: hvd.add_process_set([0]),
+        lambda: hvd.broadcast_object(1),
+        lambda: hvd.broadcast_parameters([("x", torch.ones(1))], 0),
+    )
+    assert not hvd.is_initialized()
+    for ask in (*facts, hvd.mpi_threads_supported, hvd.barrier, hvd.join, *calls):
+        with pytest.raises(ValueError, match=r"has not been initialized.*HD112"):
+            ask()
+    hvd.init(process_sets="dynamic")
+    assert hvd.rank() == hpcdist.current().rank
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16])
