@@ -239,6 +239,11 @@ device_types = _attribute(
     (),
 )
 backend_of = _attribute("torch.distributed:ProcessGroup._get_backend", *NAMES[-1][1:])
+launched = _attribute(
+    "torch.distributed:ProcessGroup._get_sequence_number_for_group",
+    "how many collectives a rank has launched on its GPU, by which the watch finds those that wait",
+    "a hang in torch's own collectives on GPUs ends with torch's error, without the table",
+)
 _timeout = _attribute(
     "torch.distributed:ProcessGroup.Options._timeout",
     "the deadline of a group",

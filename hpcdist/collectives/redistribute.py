@@ -22,7 +22,6 @@ from hpcdist.errors import RankError, coded
 from hpcdist.layout import Box, Layout
 from hpcdist.runtime import world
 from hpcdist.tensors import pool
-from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.blocks import Blocks
 from hpcdist.tensors.storage import copyable, overlap, sum_dtype
 from hpcdist.validation import collective, local as checks
@@ -141,11 +140,8 @@ class Redistribute(Plannable):
         self.moves = moves
         outs = {rank: tuple(row[1 + ndim : 1 + 2 * ndim]) for rank, row in enumerate(rows) if row[0]}
         collective.check_out(self.name, outs, [box.shape for box in moves.boxes], agreed.grad, "shape {}")
-        keep = agreed.inline
-        if MemoryKind.GPU in agreed.kinds:
-            agreed = agreed._replace(inline=False)  # behind the headers are the shapes alone
         parts = Parts(moves.shape, x.dtype, moves.held, moves.boxes, moves.recvs)
-        self.bind(team, call, agreed, parts, prefix_of(1 + 2 * ndim), keep)
+        self.bind(team, call, agreed, parts, prefix_of(1 + 2 * ndim), agreed.inline)
 
     def method(self, team: Team) -> Method:
         if not self.moves.longest:

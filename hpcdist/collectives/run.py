@@ -20,6 +20,7 @@ from hpcdist.errors import HpcdistError, coded
 from hpcdist.process import abort
 from hpcdist.routes import select
 from hpcdist.runtime import background
+from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.eager import recorded
 from hpcdist.tensors.storage import copyable, is_plain, written
 from hpcdist.validation import collective
@@ -141,16 +142,17 @@ class Plannable(Operation):
 
     def key(self) -> Hashable:
         x, out, given = self.x, self.out, self.number or self.arguments()
-        if type(self.route) is not str or self.route not in ("auto", "mpi"):  # whether others work may change
+        if type(self.route) is not str or self.route not in _KEPT:  # whether others work may change
             return None
         # A tracer's tensors may have no memory to ask for.
-        if given is None or self.shared or recorded() is not None or not (x is None or is_plain(x)):
+        if given is None or self.shared or recorded() is not None or not (x is None or is_plain(x, gpu=True)):
             return None
         if out is None:
-            return given if x is None else (given, x.dtype, x.shape)
-        if not (is_plain(out) and out.dim() > 0 and not out.is_inference()):
+            return given if x is None else (given, x.dtype, x.shape, x.is_cpu or x.device)
+        if not (is_plain(out, gpu=True) and out.dim() > 0 and not out.is_inference()):
             return None
-        return given, x is not None and (x.dtype, x.shape), out.dtype, out.shape
+        own = x is not None and (x.dtype, x.shape, x.is_cpu or x.device)
+        return given, own, out.dtype, out.shape, out.is_cpu or out.device
 
     def bind(self, team: Team, call: Call, agreed: Agreed, parts: Parts, prefix: int = 0, keep: bool = True) -> None:
         """Take the tensors that forward() moves, and what of them moves, at the end of plan().
@@ -161,7 +163,8 @@ class Plannable(Operation):
         """
         self.sent, self.dest, self.agreed, self.parts = call.x, call.out, agreed, parts
         self.sizes = [0 if box is None else parts.dtype.itemsize * prod(box.shape) for box in parts.dests]
-        inline = agreed.inline and all(  # whether the data of all ranks arrived behind the headers
+        behind_headers = agreed.inline and MemoryKind.GPU not in agreed.kinds and self.route in ("auto", "mpi")
+        inline = behind_headers and all(  # whether the data of all ranks arrived there
             box is None or nbytes == prefix + parts.dtype.itemsize * prod(box.shape)
             for nbytes, box in zip(agreed.inlines, parts.sources, strict=True)
         )
@@ -205,6 +208,7 @@ _NO_DOUBLE = "transfers between ranks cannot be differentiated twice (create_gra
 _NO_BATCH = coded(
     "HD219", "batches of gradients (is_grads_batched, vectorize, vmap) cannot be sent: pass one at a time"
 )
+_KEPT = ("auto", "mpi", "nccl")  # routes whose calls a team keeps
 _MOST = 256  # calls that a team keeps
 _HEADERS = 2**16  # headers that it keeps with them: fewer calls in a large team
 

@@ -138,7 +138,7 @@ class Scatter(Plannable):
         local.check_split(self, team.rank, team.size, team.settings.device.type != "cpu", call)
         if team.rank != call.root:
             call.inline = ()
-        elif call.x is not None and call.kind == MemoryKind.CPU and call.route in ("auto", "mpi"):
+        elif call.x is not None:
             local.put_inline(call, team, _encoded(call, team.size))
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from hpcdist import layout, torch_names
 from hpcdist.comm.route import Message, Method, Route, Vector, cut
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
 _LATER = timedelta(minutes=1)  # torch's deadline after our own, which reports more
+# NCCL's operations run on the caller's stream, as those of torch's own synchronous calls: on a stream of NCCL's own,
+# with events to and from the caller's, a call takes three times as long.
+_HERE = AllgatherOptions()
+_HERE.asyncOp = False
 
 
 class _C10d(Route):
@@ -123,12 +128,12 @@ class _Nccl(_C10d):
         return algorithm != "fused" or total == largest * team.size
 
     def allgatherv_fused(self, team: Team, what: Vector, send: Tensor, recv: Tensor) -> None:
-        self.group(team)._allgather_base(as_bytes(recv), as_bytes(send)).wait()
+        _wait(self.group(team)._allgather_base(as_bytes(recv), as_bytes(send), _HERE))
 
     def allgatherv_padded(self, team: Team, what: Vector, send: Tensor, recv: Tensor) -> None:
         rows = torch.empty((team.size + 1, what.longest), dtype=torch.uint8, device=recv.device)
         rows[team.size, : what.counts[team.rank]] = as_bytes(send)
-        self.group(team)._allgather_base(rows[: team.size], rows[team.size]).wait()
+        _wait(self.group(team)._allgather_base(rows[: team.size], rows[team.size], _HERE))
         for row, block in zip(rows, cut(recv, what.counts, what.displs), strict=False):
             block.copy_(row[: block.numel()])
 
@@ -138,7 +143,13 @@ class _Nccl(_C10d):
         torch makes a group of broadcasts of a list of uneven sizes (ProcessGroupNCCL::allgather), which NCCL 2.29.2 and
         later fuse into one kernel.
         """
-        self.group(team).allgather([cut(recv, what.counts, what.displs)], [as_bytes(send)]).wait()
+        _wait(self.group(team).allgather([cut(recv, what.counts, what.displs)], [as_bytes(send)], _HERE))
+
+
+def _wait(work: Any) -> None:
+    """Let the caller's stream wait for an operation, if a stream of its own runs it: without one there is no work."""
+    if work is not None:
+        work.wait()
 
 
 GLOO = _Gloo()

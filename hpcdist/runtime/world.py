@@ -31,6 +31,7 @@ from hpcdist.runtime.stopping import Stop
 from hpcdist.tensors import accelerator, pool
 from hpcdist.validation import collective
 from hpcdist.validation.collective import Call
+from hpcdist.watch import ras
 from hpcdist.watch.deadlines import deadline, first_meeting, guard_end, patience, starting_mpi
 from hpcdist.watch.watcher import Watch, save_trace
 
@@ -394,6 +395,8 @@ def _make(asked: Asked, implicit: bool = False, program: bool = False) -> World:
         with activity.InCall("init", None):
             stop.begin(private, os.environ, listen=asked.stop_on is not None)
             settings = _settings(private, nodes, limit, asked)
+            if settings.own_gpus:
+                watch.follow(settings.device, _ras(private.rank))
             registration.host.open(private, settings, meeting)
             ends.callback(registration.host.close)
             ends.callback(torchrun.give(private, nodes, meeting.host, os.environ, limit, program))
@@ -430,6 +433,18 @@ def _put_back_after(kind: type[BaseException] | None, error: BaseException | Non
     it: they end with it, unless the program catches the error."""
     if isinstance(error, HpcdistError):
         abort.uninstall()
+
+
+def _ras(rank: int) -> tuple[str, int] | None:
+    """Return where NCCL's RAS answers on this host; None where it is off. Warns once of a malformed address."""
+    if os.environ.get("NCCL_RAS_ENABLE") == "0":
+        return None
+    try:
+        return ras.address(os.environ.get("NCCL_RAS_ADDR"))
+    except ValueError as error:
+        if rank == 0:
+            warnings.warn(coded("HD114", f"NCCL_RAS_ADDR: {error}, expected HOST:PORT"), stacklevel=2)
+        return ras.address(None)
 
 
 def _free(comm: MPI.Intracomm) -> None:

@@ -63,6 +63,11 @@ def event(device: torch.device) -> torch.Event:
     return torch.accelerator.current_stream(device).record_event()
 
 
+def idle(device: torch.device) -> bool:
+    """Return whether this thread's current stream of a GPU has done its work."""
+    return torch.accelerator.current_stream(device).query()
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for the work that this thread's current stream of a GPU has so far."""
     torch.accelerator.current_stream(device).synchronize()

@@ -100,11 +100,11 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.complex64 if dtype == torch.complex32 else dtype
 
 
-def is_plain(x: Any) -> bool:
-    """Return whether `x` is an ordinary tensor in contiguous host memory that needs no gradient."""
+def is_plain(x: Any, gpu: bool = False) -> bool:
+    """Return whether `x` is an ordinary tensor in contiguous host memory, or `gpu` memory, that needs no gradient."""
     return (
         type(x) is Tensor
-        and x.is_cpu
+        and (x.is_cpu or (gpu and accelerator.holds(x)))
         and x.layout is torch.strided
         and not x.is_nested
         and x.is_contiguous()

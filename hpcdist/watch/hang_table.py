@@ -25,6 +25,7 @@ class Report:
         doing: description: WAITS, "dead", "stopped", "in Python, at ...".
         stack: stack of its main thread, if its own rank has reported it.
         known: whether its calls are known, from itself or another rank of its node.
+        still: seconds in which it has launched no collective on a GPU, if it has reported them.
     """
 
     rank: int
@@ -34,6 +35,7 @@ class Report:
     doing: str = WAITS
     stack: list[str] = field(default_factory=list)
     known: bool = True
+    still: float = 0.0
 
     @property
     def calls(self) -> list[Entry]:

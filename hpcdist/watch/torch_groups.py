@@ -9,8 +9,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from hashlib import blake2b
+from math import inf
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ import torch.distributed as dist
 
 from hpcdist import activity, torch_names
 from hpcdist.activity import callsite
+from hpcdist.tensors import accelerator
 from hpcdist.watch.hang_table import ISSUED
 
 _OURS = ("mpi", "mpi4py")  # backends that record their calls themselves
@@ -56,9 +59,7 @@ class TorchGroup:
         found: dict[str, tuple[str, float | None]] = {}
         for device in torch_names.device_types(group):
             backend = torch_names.backend_of(group)(device)
-            timeout = torch_names.timeout_of(getattr(backend, "options", None))
-            limit = None if timeout is None else timeout.total_seconds()
-            limit = limit and limit - min(_EARLIER, _PART * limit)
+            limit = _limit(backend)
             found[device.type] = backend.name(), limit
             if limit:
                 activity.expect_limit(limit)
@@ -111,6 +112,24 @@ class TorchGroup:
             own.record.follow(args.work)
         else:
             own.record.end()
+
+
+def launched() -> tuple[tuple[int, ...], float]:
+    """Return the number of collectives launched in each of torch's groups on GPUs, and their earliest deadline."""
+    numbers, earliest = [], inf
+    for group in torch_names.groups():
+        with suppress(Exception):  # of a group for host memory, or where torch does not tell its number
+            backend = torch_names.backend_of(group)(torch.device(accelerator.KIND))
+            numbers.append(torch_names.launched(backend)())
+            earliest = min(earliest, _limit(backend) or inf)
+    return tuple(numbers), earliest
+
+
+def _limit(backend: object) -> float | None:
+    """Return the deadline of a backend's calls in seconds, earlier than torch's own."""
+    timeout = torch_names.timeout_of(getattr(backend, "options", None))
+    limit = None if timeout is None else timeout.total_seconds()
+    return limit and limit - min(_EARLIER, _PART * limit)
 
 
 def _record(group: Any) -> None:

@@ -36,13 +36,14 @@ from hpcdist.activity import (
 from hpcdist.control import objects
 from hpcdist.errors import HangError, coded, with_hint
 from hpcdist.process import abort
-from hpcdist.tensors import pool
+from hpcdist.tensors import accelerator, pool
 from hpcdist.tensors.storage import tensors_in
-from hpcdist.watch import flight_records
+from hpcdist.watch import flight_records, ras, torch_groups
 from hpcdist.watch.datagrams import KEY, Datagrams
 from hpcdist.watch.hang_table import GONE, WAITS, Report, chain, made_progress, table, verdict
 
 if TYPE_CHECKING:
+    import torch
     from mpi4py import MPI
 
 SIGNAL = signal.SIGUSR2  # prints the table, unless the program uses it for something else
@@ -53,8 +54,9 @@ _TURNS = 1.0  # seconds of all turns at most
 _JOIN = 1.5  # seconds in which the other ranks that wait raise, too, before the job ends
 _END = 0.3  # seconds until an ending job has ended
 _PATIENCE = 5.0  # seconds for the rank that has printed the table to end the job
+_RAS = 3.0  # seconds for the answer of NCCL's RAS, which waits a second for a stopped process
 _ANSWERS, _HASTE = 1.0, 0.2  # seconds to wait for answers; where the launcher is about to end the job
-_NOTHING = Entry(0.0, 0, 0, "")
+_NOTHING, _COLLECTIVE = Entry(0.0, 0, 0, ""), Entry(0.0, 0, 0, "a collective on the GPU")
 ALARM, DEMAND = "alarm", "demand"  # reasons for a query
 _SILENT = "running, but does not answer: native code that holds Python's lock, no processor for it, or lost messages"
 _UNSEEN = "does not answer: it is stopped, in native code that holds Python's lock, or its node is down or cut off"
@@ -88,6 +90,10 @@ class Watch:
         self._folder = ""  # where it has written flight records
         self._reactions: dict[int, Callable[[], None]] = {}
         self._peer_died = self._signalled = self._stopping = False
+        self._gpu: tuple[torch.device, tuple[str, int] | None] | None = None
+        self._launched: tuple[int, ...] = ()  # collectives in torch's groups on the GPU
+        self._noted: tuple[int, ...] = ()  # those after which the other ranks were asked
+        self._still = 0.0  # seconds without another one
         self._demanded = 0.0  # when a signal last asked this rank for the table
         self._inquiries: SimpleQueue[threading.Event] = SimpleQueue()
         self._lock = threading.RLock()  # between those who wake the thread and the one who closes the pipe for that
@@ -145,6 +151,14 @@ class Watch:
         for fd in (self._wake, self._dump, self._dumper, *(self._next or ())[1:]):
             os.close(fd)
 
+    def follow(self, device: torch.device, ras: tuple[str, int] | None) -> None:
+        """Look after the collectives on this rank's GPU, too.
+
+        Args:
+            ras: where NCCL's RAS answers; None where it is off.
+        """
+        self._gpu = device, ras
+
     def listen(self, fd: int, react: Callable[[], None]) -> None:
         """Call `react` in the watching thread whenever `fd` is readable, until stop()."""
         self._reactions[fd] = react
@@ -193,7 +207,8 @@ class Watch:
             for record in activity.thread_records:
                 record.settle()
                 record.wait(min(now - last, 2 * tick))
-            last = time.monotonic() if self._react() else now
+            late = self._gpu is not None and self._on_gpu(min(now - last, 2 * tick))
+            last = time.monotonic() if self._react() or late else now
             sweeps = pool.sweep()
 
     def _react(self) -> bool:
@@ -340,6 +355,7 @@ class Watch:
             record.settle()
         process, frames = self._record.read(self._slot), procstat.frames()
         report = self._report(self._rank, process)
+        report.still = self._still
         for thread, record in zip(report.threads, activity.thread_records, strict=False):
             thread.waited = record.waited
             if thread.call is not None:
@@ -393,13 +409,71 @@ class Watch:
         if not absent and made_progress(call, reports, 0.8 * limit):
             self._grace = waited - limit + limit / 4  # a large file takes its time: check again later
             return
+        text = f"{call.text} has waited for {waited:.1f} s, its deadline is {limit:g} s"
+        notes = [] if self._gpu is None else self._launches(reports, 0.8 * limit)[2]
+        self._raise(record.thread, text, [verdict(call, absent, reports, _peers_of), *notes], reports)
+
+    def _raise(self, thread: int, text: str, why: list[str], reports: Mapping[int, Report]) -> None:
+        """Raise in a thread, with the table, and end the job."""
         folder = self._flight_records(reports)
         self._send_all("raise", folder)
-        text = f"{call.text} has waited for {waited:.1f} s, its deadline is {limit:g} s"
-        why = verdict(call, absent, reports, _peers_of)
         records = [f"flight records: torchfrtrace {path}" for path in sorted(Path(folder).iterdir() if folder else [])]
-        _show(record, "\n".join([text, table(reports.values(), time.time()), why, *records]))
+        _show(thread, "\n".join([text, table(reports.values(), time.time()), *why, *records]))
         abort.job(1, _JOIN)
+
+    # Collectives on a GPU, of which no record knows whether the GPU has done them.
+
+    def _on_gpu(self, seconds: float) -> bool:
+        """Count time that has passed without another collective on the GPU; react to one that others have not launched.
+
+        Returns:
+            Whether it has asked the other ranks.
+        """
+        launched, limit = torch_groups.launched()
+        if launched != self._launched:
+            self._launched, self._still = launched, 0.0
+        else:
+            self._still += seconds
+        if self._still < limit or launched in ((), self._noted) or self._stopping:
+            return False
+        reports = self._ask_in_turn(ALARM)
+        if reports is None:
+            self._until(time.monotonic() + _PATIENCE, lambda: self._raised_by is not None)
+            return True
+        behind, silent, notes = self._launches(reports, 0.8 * limit)
+        assert self._gpu is not None
+        busy = not accelerator.idle(self._gpu[0])
+        absent = behind or (silent if busy else [])
+        self._noted = launched
+        if torch_groups.launched()[0] == launched and (absent or busy):
+            text = f"a collective on the GPU has waited for {self._still:.1f} s, its deadline is {limit:g} s"
+            if absent:
+                self._raise(os.getpid(), text, [*notes, verdict(_COLLECTIVE, absent, reports)], reports)
+            _print_table("\n".join([text, table(reports.values(), time.time()), *notes]))
+        return True
+
+    def _launches(self, reports: Mapping[int, Report], limit: float) -> tuple[list[int], list[int], list[str]]:
+        """Return which ranks are behind in NCCL's collectives, which are silent, and what NCCL's RAS says.
+
+        Args:
+            limit: seconds without another collective after which a rank waits.
+        """
+        where = None if self._gpu is None else self._gpu[1]
+        if where is None:
+            return [], [], ["NCCL's RAS is off (NCCL_RAS_ENABLE=0), so that only the record of calls is known"]
+        nodes: dict[int, dict[int, int]] = {}
+        for rank, member in enumerate(self._members):
+            nodes.setdefault(member["node"], {})[member["pid"]] = rank
+        answer = ""
+        try:
+            answer = ras.ask(where, _RAS)
+            found = ras.communicators(answer)
+        except OSError as error:
+            return [], [], [f"NCCL's RAS does not answer on {where[0]}:{where[1]}: {error}"]
+        except ValueError:
+            return [], [], ras.of_text(answer)
+        waiting = [rank for rank, report in reports.items() if report.still >= limit]
+        return ras.compare(found, ras.ranks_of(found, list(nodes.values())), waiting)
 
     def _flight_records(self, reports: Mapping[int, Report]) -> str:
         """Write the calls of all ranks for torch's analyser; return the folder, "" if it cannot be."""
@@ -423,7 +497,7 @@ class Watch:
         for record in activity.thread_records:
             call = record.current()
             if call is not None and not record.patient:
-                _show(record, coded("HD601", f"{call.text} has waited; see the output of rank {other}"))
+                _show(record.thread, coded("HD601", f"{call.text} has waited; see the output of rank {other}"))
         save_trace(finished=False)
         if self._folder:
             self._write_own(Path(self._folder))
@@ -495,8 +569,8 @@ def _peers_of(team: int) -> Sequence[int]:
     return activity.peers.get(team, ())
 
 
-def _show(record: ThreadRecord, text: str) -> None:
-    frame = procstat.frames().get(record.thread)
+def _show(thread: int, text: str) -> None:
+    frame = procstat.frames().get(thread)
     abort.show(HangError(text), frame and callsite.outside(frame))
 
 

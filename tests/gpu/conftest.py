@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stand_in import STAND_IN, install
 
 import hpcdist as hd
 
@@ -15,8 +16,10 @@ def gpu_world():
     """Ranks that share a GPU do without NCCL's group; those that have their own get it."""
     from mpi4py import MPI
 
+    install()
     shared = MPI.COMM_WORLD.size > torch.cuda.device_count()
-    return hd.init(backend="gloo") if shared else hd.init()
+    with hd.init(backend="gloo") if shared else hd.init() as world:
+        yield world
 
 
 @pytest.fixture
@@ -32,4 +35,6 @@ def folder(gpu_world):
 @pytest.fixture
 def routes(gpu_world):
     """All that carry GPU memory here."""
+    if STAND_IN:
+        return ["auto", "nccl"]
     return ["auto", "mpi", "gloo", "hdf5", *(["nccl"] if gpu_world.settings.own_gpus else [])]

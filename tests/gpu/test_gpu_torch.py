@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from stand_in import DEVICE
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -78,7 +79,7 @@ def test_dtensors_in_a_checkpoint(gpu_world, folder):
     rank, size, device = gpu_world.rank, gpu_world.world_size, gpu_world.device
     whole = torch.arange((2 * size + 1) * 700, dtype=torch.float32).view(-1, 700)
     local = hd.local(whole, hd.Split(0, "chunk")).clone().to(device)
-    mesh = DeviceMesh("cuda", list(range(size)))
+    mesh = DeviceMesh(DEVICE, list(range(size)))
 
     def of(x):
         return DTensor.from_local(x, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())

@@ -20,6 +20,7 @@ class _Rules:
         self._gloo = gloo
         self._joined = False
         self._started = None
+        self.calls = []  # operations on the caller's stream, and (True) on one of NCCL's own
 
     def _check(self, *tensors):
         assert self._joined, "the first operation of a group must be joined by all its ranks"
@@ -51,22 +52,31 @@ class _Rules:
         assert rank != self._gloo.rank(), "a rank that sends to itself"
         self._started.append(start(tensors, rank, tag))
 
-    def _allgather_base(self, recv, send):
+    def _allgather_base(self, recv, send, options):
         self._check(recv, send)
         assert recv.numel() == send.numel() * self._gloo.size(), "sizes that differ"
-        return self._gloo.allgather([list(recv.view(self._gloo.size(), -1).unbind())], [send])
+        self.calls.append(options.asyncOp)
+        return self._done(self._gloo.allgather([list(recv.view(self._gloo.size(), -1).unbind())], [send]), options)
 
-    def allgather(self, recvs, sends):
+    def _done(self, work, options):
+        """What torch returns: nothing of an operation on the caller's stream."""
+        if options.asyncOp:
+            return work
+        work.wait()
+        return None
+
+    def allgather(self, recvs, sends, options):
         """Of any sizes, as ProcessGroupNCCL does it: one broadcast for each rank."""
         (blocks,), (send,) = recvs, sends
         self._check(*blocks, send)
+        self.calls.append(options.asyncOp)
         blocks[self._gloo.rank()].copy_(send)
-        options = torch._C._distributed_c10d.BroadcastOptions()
+        each = torch._C._distributed_c10d.BroadcastOptions()
         works = []
-        for options.rootRank, block in enumerate(blocks):
+        for each.rootRank, block in enumerate(blocks):
             if block.numel():
-                works.append(self._gloo.broadcast([block], options))
-        return _All(works)
+                works.append(self._gloo.broadcast([block], each))
+        return self._done(_All(works), options)
 
     def __getattr__(self, name):
         return getattr(self._gloo, name)

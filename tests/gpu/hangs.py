@@ -1,0 +1,181 @@
+"""Hangs of 2 ranks in collectives of torch on GPUs: does the deadline name the rank that keeps the other waiting?
+
+python tests/gpu/hangs.py MPIRUN [COUNT [AT_ONCE]]     as many hangs; prints a line for each, and fails if one is missed
+mpirun -n 2 python tests/gpu/hangs.py KIND RANK SEED   one of them
+
+Two ranks may share a GPU with NCCL 2.30.3 or later: NCCL_MULTI_RANK_GPU_ENABLE=1. Without a GPU, gloo stands in for
+NCCL, and a thread for its RAS.
+"""
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+NAMED = ("sleep", "busy", "stop", "kill", "subgroup", "other")
+EQUAL = ("p2p", "sizes", "compute")  # all ranks have launched as many collectives: nobody is named
+LIMIT = 16.0  # seconds of torch's groups, of which hpcdist takes a quarter less
+LATE = 5.0  # seconds after that in which the rank is to be named
+OPERATIONS = ("all_reduce", "broadcast", "all_gather_into_tensor")
+NAMES = dict(zip(OPERATIONS, ("AllReduce", "Broadcast", "AllGather"), strict=True))  # as RAS has them
+
+
+# One rank.
+
+
+def stand_in(world, launched):
+    """Let gloo's calls on the CPU be taken for NCCL's, and answer in place of RAS what the ranks write to files."""
+    from hpcdist.tensors import accelerator
+
+    accelerator.KIND, accelerator.idle = "cpu", lambda device: False
+    folder, port = Path(os.environ["RAS_FOLDER"]), int(os.environ["NCCL_RAS_ADDR"].rpartition(":")[2])
+
+    def ranks():
+        found = [json.loads((folder / f"{rank}").read_text()) for rank in range(world.world_size)]
+        state = lambda pid: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]  # noqa: E731
+        gone = [rank for rank in found if not Path(f"/proc/{rank['pid']}").exists() or state(rank["pid"]) in "TZ"]
+        return {"ranks": [rank for rank in found if rank not in gone], "missing_ranks": gone}
+
+    def answer(listener):
+        while True:
+            with listener.accept()[0] as connection:
+                connection.recv(100)
+                connection.sendall(b"OK\n" + json.dumps({"communicators": [ranks()]}).encode())
+
+    def write():
+        facts = {"host": "192.0.2.2", "pid": os.getpid(), "collective_counts": launched}
+        (folder / f"{world.rank}.new").write_text(json.dumps(facts))
+        (folder / f"{world.rank}.new").rename(folder / f"{world.rank}")
+
+    write()
+    if world.rank == int(os.environ["RAS_RANK"]):
+        listener = socket.create_server(("localhost", port))
+        threading.Thread(target=answer, args=(listener,), daemon=True).start()
+    world._stop._watch.follow(world.device, ("localhost", port))
+    return write
+
+
+def rank(kind, bad, seed):
+    """Some collectives, and then the hang."""
+    import torch
+    import torch.distributed as dist
+
+    import hpcdist as hd
+
+    gpu, chance = torch.cuda.is_available(), random.Random(seed)
+    world = hd.init() if gpu else hd.init(backend="gloo", device="cpu")
+    synchronize, device = torch.cuda.synchronize if gpu else lambda: None, world.device
+    launched = dict.fromkeys(NAMES.values(), 0)
+    write = (lambda: None) if gpu else stand_in(world, launched)
+    part = dist.new_group([0, 1])
+
+    def launch(name, group=None, numel=1024, later=False):
+        x, y = torch.ones(numel, device=device), torch.empty(2 * numel, device=device)
+        launched[NAMES[name]] += 1
+        write()
+        arguments = {"all_reduce": (x,), "broadcast": (x, 0), "all_gather_into_tensor": (y, x)}[name]
+        return getattr(dist, name)(*arguments, group=group, async_op=later)
+
+    for group in (None, part):
+        for _ in range(chance.randint(1, 4)):
+            launch(chance.choice(OPERATIONS), group)
+    synchronize()
+    for group in (dist.group.WORLD, part):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=LIMIT), group)
+    world._stop._watch._limit = LIMIT / 4  # it looks more often
+    world._stop._watch._look_now()
+    world.comm.Barrier()
+    mine = world.rank == bad
+    os.write(1, f"hang {time.time()} rank {world.rank}\n".encode())
+    last = chance.choice(OPERATIONS)
+    if kind == "sizes":
+        launch("all_reduce", numel=2**14 if mine else 2**20, later=not gpu)
+    elif kind == "compute":
+        if mine and gpu:
+            torch.cuda._sleep(2**38)
+        launch("all_reduce", later=not gpu)
+    elif kind == "p2p":
+        None if mine else dist.irecv(torch.empty(9, device=device), bad)
+    elif kind == "other":
+        launch("all_gather_into_tensor" if mine else "all_reduce", later=not gpu)
+    elif not mine:
+        launch(last, part if kind == "subgroup" else None)
+    elif kind in ("stop", "kill"):
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
+    elif kind == "busy":
+        while True:
+            pass
+    if mine and kind in ("sleep", "subgroup", "p2p"):
+        time.sleep(1000)
+    synchronize()
+    time.sleep(0 if gpu else 1000)
+    os.write(1, b"survived\n")
+
+
+# All of them.
+
+
+def one(mpirun, number, kind):
+    """Run a hang; return whether its rank is named, how many seconds after the deadline, and what was printed."""
+    chance = random.Random(number)
+    bad = chance.randrange(2)
+    with tempfile.TemporaryDirectory() as folder:
+        environ = {"NCCL_RAS_ADDR": f"localhost:{29100 + number}", "RAS_FOLDER": folder, "RAS_RANK": str(1 - bad)}
+        command = [mpirun, "-n", "2", sys.executable, __file__, kind, str(bad), str(number)]
+        job = subprocess.Popen(
+            command, env={**os.environ, **environ}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        killer = threading.Timer(120, os.killpg, (job.pid, signal.SIGKILL))
+        killer.start()
+        begin, seen, lines = 0.0, 0.0, []
+        wanted = "as many collectives" if kind in EQUAL else rf"rank {bad} \(.*(has not reached|is stopped|is dead)"
+        for line in job.stdout:
+            lines.append(line)
+            begin = float(line.split()[1]) if line.startswith("hang ") else begin
+            if not seen and re.search(wanted, line):
+                seen = time.time()
+                if kind in EQUAL:  # torch's own deadline ends the job, some time
+                    break
+        killer.cancel()
+        try:
+            job.wait(0 if kind in EQUAL else 20)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+    wrong = rf"rank {1 - bad} \(.*has not reached"
+    named = bool(seen) and (kind == "other" or not any(re.search(wrong, line) for line in lines))
+    return named, seen - begin - 0.75 * LIMIT, lines
+
+
+def main(mpirun, count=20, at_once=8):
+    kinds = [NAMED[number % len(NAMED)] for number in range(count)] + list(EQUAL[: count // 4])
+    with ThreadPoolExecutor(at_once) as pool:
+        found = list(pool.map(lambda number: one(mpirun, number, kinds[number]), range(len(kinds))))
+    right = 0
+    for number, (kind, (named, late, lines)) in enumerate(zip(kinds, found, strict=True)):
+        good = named and late < LATE
+        right += good
+        print(f"hang {number} {kind}: {'right' if good else 'WRONG'}, {late:+.1f} s", flush=True)
+        if not good or number < 1:
+            print("".join(lines[-60:]), flush=True)
+    print(f"{right} of {len(kinds)} hangs: right rank, or counts that are equal, within the deadline + {LATE:g} s")
+    sys.exit(right < len(kinds))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] in NAMED + EQUAL:
+        rank(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    else:
+        main(sys.argv[1], *map(int, sys.argv[2:]))
