@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from hpcdist.activity import ANYBODY, NOBODY, Entry, ThreadStatus
 from hpcdist.errors import coded
@@ -25,7 +26,7 @@ class Report:
         doing: description: WAITS, "dead", "stopped", "in Python, at ...".
         stack: stack of its main thread, if its own rank has reported it.
         known: whether its calls are known, from itself or another rank of its node.
-        still: seconds in which it has launched no collective on a GPU, if it has reported them.
+        still: seconds in which it has launched no collective on a GPU, where its own rank has reported them.
     """
 
     rank: int
@@ -35,7 +36,7 @@ class Report:
     doing: str = WAITS
     stack: list[str] = field(default_factory=list)
     known: bool = True
-    still: float = 0.0
+    still: float = inf
 
     @property
     def calls(self) -> list[Entry]:

@@ -36,7 +36,9 @@ NAMES = dict(zip(OPERATIONS, ("AllReduce", "Broadcast", "AllGather"), strict=Tru
 def stand_in(world, launched):
     """Let gloo's calls on the CPU be taken for NCCL's, and answer in place of RAS what the ranks write to files."""
     from hpcdist.tensors import accelerator
+    from hpcdist.watch import torch_groups
 
+    torch_groups._limit = lambda backend: 0.75 * LIMIT
     accelerator.KIND, accelerator.idle = "cpu", lambda device: False
     folder, port = Path(os.environ["RAS_FOLDER"]), int(os.environ["NCCL_RAS_ADDR"].rpartition(":")[2])
 
@@ -91,7 +93,7 @@ def rank(kind, bad, seed):
             launch(chance.choice(OPERATIONS), group)
     synchronize()
     for group in (dist.group.WORLD, part):
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=LIMIT), group)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=LIMIT if gpu else 1000), group)
     world._stop._watch._limit = LIMIT / 4  # it looks more often
     world._stop._watch._look_now()
     world.comm.Barrier()
@@ -133,28 +135,30 @@ def one(mpirun, number, kind):
     with tempfile.TemporaryDirectory() as folder:
         environ = {"NCCL_RAS_ADDR": f"localhost:{29100 + number}", "RAS_FOLDER": folder, "RAS_RANK": str(1 - bad)}
         command = [mpirun, "-n", "2", sys.executable, __file__, kind, str(bad), str(number)]
-        job = subprocess.Popen(
-            command, env={**os.environ, **environ}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-        killer = threading.Timer(120, os.killpg, (job.pid, signal.SIGKILL))
-        killer.start()
-        begin, seen, lines = 0.0, 0.0, []
+        log = Path(folder, "log")
+        with log.open("w") as out:
+            how = {"env": {**os.environ, **environ}, "start_new_session": True}
+            job = subprocess.Popen(command, stdout=out, stderr=out, **how)
+        begin, seen, end = 0.0, 0.0, time.time() + 120
         wanted = "as many collectives" if kind in EQUAL else rf"rank {bad} \(.*(has not reached|is stopped|is dead)"
-        for line in job.stdout:
-            lines.append(line)
-            begin = float(line.split()[1]) if line.startswith("hang ") else begin
-            if not seen and re.search(wanted, line):
+        while job.poll() is None and time.time() < end:
+            time.sleep(0.2)
+            text = log.read_text(errors="replace")
+            started = re.search(r"^hang (\S+)", text, re.MULTILINE)
+            begin = float(started[1]) if started else 0.0
+            if not seen and re.search(wanted, text):
                 seen = time.time()
-                if kind in EQUAL:  # torch's own deadline ends the job, some time
-                    break
-        killer.cancel()
-        try:
-            job.wait(0 if kind in EQUAL else 20)
-        except subprocess.TimeoutExpired:
-            os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
+                end = seen + (0 if kind in EQUAL else 20)  # torch's own deadline ends the job, some time
+        for last in (job.terminate, lambda: os.killpg(job.pid, signal.SIGKILL)):
+            try:
+                last()
+                job.wait(5)
+                break
+            except (subprocess.TimeoutExpired, ProcessLookupError):  # mpirun ends its ranks when it is asked to
+                continue
+        lines = log.read_text(errors="replace").splitlines(keepends=True)
     wrong = rf"rank {1 - bad} \(.*has not reached"
+    seen = seen or time.time() * any(re.search(wanted, line) for line in lines)
     named = bool(seen) and (kind == "other" or not any(re.search(wrong, line) for line in lines))
     return named, seen - begin - 0.75 * LIMIT, lines
 

@@ -64,7 +64,8 @@ def hang(reason):
 
 def steps(folder, mpirun):
     """All steps: those that are short, and find most, first."""
-    (folder / "shapes.txt").write_text("".join(x for x in SHAPES.splitlines(True) if len(x.split()) == 2 + OWN))
+    shapes = [x for x in SHAPES.splitlines(True) if len(x.split()) == 2 + OWN]
+    (folder / "shapes.txt").write_text("".join(shapes if GPUS else shapes[:1]))
     size, device = ("1G", ("--device", "cuda")) if GPUS else ("1M", ())
     save = ("benchmarks/once.py", "async_save", *device, "--sizes", size, "--folder", "/dev/shm")
     compare = ("-m", "hpcdist.compare", "--shapes", str(folder / "shapes.txt"), "-o", str(folder / "found.json"))
@@ -87,6 +88,19 @@ def steps(folder, mpirun):
     ]
 
 
+def ended(job, seconds):
+    """Wait for a job, and end it if it takes longer; return whether it did not."""
+    for last in (None, job.terminate, lambda: os.killpg(job.pid, signal.SIGKILL)):
+        try:
+            if last is not None:
+                last()
+            job.wait(5 if last else seconds)
+            return last is None
+        except subprocess.TimeoutExpired:  # mpirun ends its ranks when it is asked to
+            continue
+    return False
+
+
 def execute(step, python, mpirun, folder):
     """Run a step; return its row: its name, its result, its seconds."""
     example = step.name.startswith("train")
@@ -94,27 +108,18 @@ def execute(step, python, mpirun, folder):
     environ = {"HPCDIST_TIMEOUT": "40"}
     environ |= dict(step.variables) | (SHARE if step.share else {}) | ({} if GPUS else {"HPCDIST_TEST_GPU": "stand-in"})
     begin = time.monotonic()
-    job = subprocess.Popen(
-        command,
-        cwd=folder if example else ROOT,
-        env={**ROOT_AND_MORE, **os.environ, **environ},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        out, late = job.communicate(timeout=step.seconds)[0], ""
-    except subprocess.TimeoutExpired:
-        os.killpg(job.pid, signal.SIGKILL)
-        out, late = job.communicate()[0], f"not done after {step.seconds} s"
+    log = folder / "log"
+    with log.open("w") as out:
+        how = {"stdout": out, "stderr": out, "start_new_session": True, "cwd": folder if example else ROOT}
+        job = subprocess.Popen(command, env={**ROOT_AND_MORE, **os.environ, **environ}, **how)
+        late = not ended(job, step.seconds)
+    out = log.read_text(errors="replace")
     seconds = time.monotonic() - begin
     status = job.returncode if step.variables == () else 0  # a hang ends its job
     found = re.findall(step.must, out, re.MULTILINE) if step.must else [""]
     shown = re.search(step.what, out, re.MULTILINE) if step.what else None
     good = not late and status == 0 and found and not (step.must == r"\bright" and len(found) < step.ranks)
-    result = late or ("" if good else f"FAILED ({status})")
+    result = "" if good else f"not done after {step.seconds} s" if late else f"FAILED ({status})"
     text = " ".join(filter(None, [result, shown.group().strip("= ")[:90] if shown else "" if result else "passed"]))
     print(f"== {step.name}, {step.ranks or 2} ranks: {text} ({seconds:.0f} s)", flush=True)
     if not good:

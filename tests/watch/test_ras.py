@@ -1,0 +1,146 @@
+"""What NCCL's RAS answers, recorded on one H200 with NCCL 2.30.7 and 2 ranks, and by stand-in servers."""
+
+import json
+import random
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from launch import run, slowness
+
+from hpcdist.errors import HangError
+from hpcdist.watch import ras, watcher
+
+RECORDED = json.loads(Path(__file__).with_name("ras_answers.json").read_text())
+# ranks behind a waiting one, silent ranks, and what is shown of them
+SAYS = {
+    "sleep": ([1], [], "rank 0: AllReduce 3; rank 1: AllReduce 2"),
+    "busy": ([1], [], "rank 0: AllReduce 2; rank 1: AllReduce 1"),
+    "other": ([0], [], "rank 0: Broadcast 1; rank 1: Broadcast 2"),
+    "subgroup": ([1], [], "rank 0: AllReduce 2; rank 1: AllReduce 1"),
+    "stopped": ([], [1], "rank 1: no answer; rank 0: all"),
+    "killed": ([], [1], "rank 1: no answer; rank 0: all"),
+    **dict.fromkeys(("p2p", "sizes", "compute"), ([], [], "as many collectives")),
+}
+PIDS = {"sleep": 634, "stopped": 782, "killed": 840, "other": 894, "p2p": 948, "subgroup": 1003, "sizes": 1066}
+
+
+def judged(name, waiting=(0, 1)):
+    found = ras.communicators(json.dumps(RECORDED[name]))
+    first = min(pid for one in found for _, pid in (*one.launched, *one.silent))
+    nodes = [{pid: 7 for pid in range(40)}, {first: 0, first + 1: 1}]
+    return ras.compare(found, ras.ranks_of(found, nodes), waiting)
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_recorded_answers(name):
+    behind, silent, text = SAYS[name]
+    got = judged(name)
+    assert (got[0], got[1], len(got[2])) == (behind, silent, 1) and text in got[2][0]
+
+
+def test_only_a_rank_that_waits_makes_others_late():
+    """Rank 0 is ahead, but has launched something just now."""
+    assert judged("sleep", waiting=[1])[:2] == ([], [])
+
+
+def test_counts_that_cross():
+    answer = json.loads(json.dumps(RECORDED["other"]))
+    answer["communicators"][0]["ranks"][0]["collective_counts"]["AllReduce"] += 1
+    found = ras.communicators(json.dumps(answer))
+    ranks = ras.ranks_of(found, [{894: 0, 895: 1}])
+    behind, _, (line,) = ras.compare(found, ranks, [0, 1])
+    assert behind == [0, 1] and "rank 0: Broadcast 1, AllReduce 3; rank 1: Broadcast 2, AllReduce 2" in line
+
+
+def test_hosts_are_known_by_their_pids():
+    """Two nodes have the same pid; a process of no rank, and hosts that could be either, are left out."""
+    found = [ras.Communicator({("a", 1): {"AllReduce": 2}, ("b", 1): {}, ("b", 2): {}}, [("c", 3)])]
+    assert ras.ranks_of(found, [{1: 0, 9: 1}, {1: 2, 2: 3}]) == {("b", 1): 2, ("b", 2): 3}
+    assert ras.ranks_of(found, [{1: 0, 3: 1}, {1: 2, 2: 3}]) == {("b", 1): 2, ("b", 2): 3, ("c", 3): 1}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_damaged_answers(seed):
+    """Cut off, or with a value of another kind anywhere: refused, or read."""
+    chance, text = random.Random(seed), json.dumps(RECORDED["subgroup"])
+    spoilt = [text[: chance.randrange(len(text))] for _ in range(50)]
+    for _ in range(200):
+        at = chance.randrange(len(text))
+        spoilt.append(text[:at] + chance.choice('0"[]{},:x') + text[at + 1 :])
+    spoilt += ["", "OK\n", "{}", "[]", '{"communicators": 3}', '{"communicators": [[]]}', "{" * 10**5, "\0"]
+    for answer in spoilt:
+        try:
+            found = ras.communicators(answer)
+        except ValueError:
+            ras.of_text(answer)
+            continue
+        ras.compare(found, ras.ranks_of(found, [{1003: 0, 1004: 1}]), [0, 1])
+
+
+def test_an_answer_in_text():
+    assert ras.of_text(RECORDED["text"])[-1].startswith("  Rank 1 has launched up to operation 2")
+
+
+@contextmanager
+def serving(answer):
+    """A server of one connection."""
+    with socket.create_server(("localhost", 0)) as listener:
+
+        def serve():
+            with listener.accept()[0] as connection:
+                answer(connection)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield listener.getsockname()[:2]
+        thread.join(20)
+
+
+def answers(data):
+    def answer(connection):
+        assert connection.recv(100) == b"set format json\nverbose status\n"
+        connection.sendall(data)
+
+    return answer
+
+
+def test_an_answer_of_1024_ranks():
+    count = {"Broadcast": 1, "Reduce": 0, "AllGather": 0, "ReduceScatter": 0, "AllReduce": 2}
+    ranks = [{**RECORDED["sleep"]["communicators"][0]["ranks"][0], "pid": pid} for pid in range(1024)]
+    for rank in ranks:
+        rank["collective_counts"] = dict(count)
+    ranks[700]["collective_counts"]["AllReduce"] = 1
+    one = {"ranks": ranks, "missing_ranks": []}
+    data = b"OK\n" + json.dumps({"communicators": [one] * 9}).encode()
+    assert len(data) > 2_500_000
+    with serving(answers(data)) as where:
+        begin = time.monotonic()
+        found = ras.communicators(ras.ask(where, 60))
+        behind, _, lines = ras.compare(found, ras.ranks_of(found, [{p: p for p in range(1024)}]), range(1024))
+        assert time.monotonic() - begin < 60, "the deadline of a busy machine"
+    assert behind == [700] and max(map(len, lines)) < 300
+
+
+def test_servers_that_do_not_answer():
+    """Nobody there, one that says nothing, one that never ends: an OSError in time."""
+    with socket.create_server(("localhost", 0)) as nobody:
+        where = nobody.getsockname()[:2]
+    with pytest.raises(OSError):
+        ras.ask(where, 1)
+    for answer in (lambda connection: time.sleep(0.5), lambda connection: connection.sendall(b"x" * 2**26)):
+        with serving(answer) as where, pytest.raises(OSError):
+            ras.ask(where, 0.1)
+
+
+def test_addresses():
+    assert [ras.address(text) for text in (None, "", "node:5", "[::1]:28028")] == [
+        *[("localhost", 28028)] * 2, ("node", 5), ("::1", 28028),
+    ]  # fmt: skip
+    for wrong in ("28028", "host:", "host:x", "host:0", "host:65536", ":5", "host:-5"):
+        with pytest.raises(ValueError):
+            ras.address(wrong)
