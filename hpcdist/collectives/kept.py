@@ -72,7 +72,7 @@ class Kept:
         buffers = self._buffers = team.headers
         self._headers, self.calls = buffers.last, team.calls[team.foreground is team]
         self.inline = parts is not None
-        self._nbytes, self._shape = 0 if x is None else max(0, behind - prefix), None if x is None else x.shape
+        self._nbytes, self._ndim = (0, 0) if x is None else (max(0, behind - prefix), x.dim())
         start = HEADER + max(0, behind - self._nbytes)
         self._start, self._rest = buffers.own[:start], bytes(len(buffers.own) - start - self._nbytes)
         self._box = None if parts is None else parts.dests[team.rank]
@@ -112,7 +112,10 @@ class Kept:
         buffers = self._buffers
         data: Any = buffers.memory(x.data_ptr(), self._nbytes) if x is not None and self._nbytes else b""
         message = b"".join((self._start, data, self._rest))
-        collective.allgather(team, message)
+        if team.foreground is team:
+            team.comm.Allgather((message, buffers.recv[1]), buffers.recv)
+        else:
+            collective.allgather(team, message)
         if buffers.headers(buffers.all) == self._headers:
             return True
         buffers.own = message
@@ -127,9 +130,14 @@ class Kept:
         """Move the data of another such operation, after exchange(). Collective."""
         activity.touch()
         vars(op).update(self._plan)
-        op.sent, op.dest = op.x if self._shape is None else op.x.view(self._shape), op.out
-        with abort.InTransfer(op.name, team.size):
+        op.sent, op.dest = op.x, op.out
+        if op.x is not None and op.x.dim() != self._ndim:
+            op.sent = op.x.view(1)
+        try:  # a context would take time
             return op.forward(team)
+        except BaseException as error:
+            abort.InTransfer.check(op.name, team.size, error)
+            raise
 
     def take(self, out: Tensor | None) -> Tensor | None:
         """Return this rank's part of the result in new memory, or in `out`, which is contiguous; None if it has none.

@@ -142,10 +142,16 @@ class Plannable(Operation):
 
     def key(self) -> Hashable:
         x, out, given = self.x, self.out, self.number or self.arguments()
-        if type(self.route) is not str or self.route not in _KEPT:  # whether others work may change
+        # Whether other routes work may change, and a tracer's tensors may have no memory to ask for.
+        if (
+            given is None
+            or self.shared
+            or type(self.route) is not str
+            or self.route not in _KEPT
+            or recorded() is not None
+        ):
             return None
-        # A tracer's tensors may have no memory to ask for.
-        if given is None or self.shared or recorded() is not None or not (x is None or is_plain(x, gpu=True)):
+        if x is not None and not is_plain(x, gpu=True):
             return None
         if out is None:
             return given if x is None else (given, x.dtype, x.shape, x.is_cpu or x.device)
@@ -226,14 +232,16 @@ def run(op: Operation, team: Team, async_op: bool = False) -> Any:
     else:
         team.calls[False] += 1
         text = callsite.where(op.name, frames=2)  # of where() and run(); their caller may be the outermost frame
-        with activity.InCall(op.name, team, text=text, tensors=op.x, route=op.unrouted):
-            try:
-                result = op.execute(team)
-                if op.grad:
-                    result = _attach(op, team, result)
-            except BaseException as error:  # a context would cost small calls time
-                abort.InStep.check(op.name, team.size, error)
-                raise
+        record = activity.InCall(op.name, team, None, text, None, op.x, op.unrouted)
+        try:  # contexts would cost small calls time
+            result = op.execute(team)
+            if op.grad:
+                result = _attach(op, team, result)
+        except BaseException as error:
+            abort.InStep.check(op.name, team.size, error)
+            raise
+        finally:
+            record.end()
     return result if op.out is None else written(op.out, result)
 
 

@@ -31,6 +31,7 @@ _LATER = timedelta(minutes=1)  # torch's deadline after our own, which reports m
 # with events to and from the caller's, a call takes three times as long.
 _HERE = AllgatherOptions()
 _HERE.asyncOp = False
+_NATIVE = {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8}
 
 
 class _C10d(Route):
@@ -128,7 +129,9 @@ class _Nccl(_C10d):
         return algorithm != "fused" or total == largest * team.size
 
     def allgatherv_fused(self, team: Team, what: Vector, send: Tensor, recv: Tensor) -> None:
-        _wait(self.group(team)._allgather_base(as_bytes(recv), as_bytes(send), _HERE))
+        if send.dtype not in _NATIVE:
+            send, recv = as_bytes(send), as_bytes(recv)
+        _wait(self.group(team)._allgather_base(recv, send, _HERE))
 
     def allgatherv_padded(self, team: Team, what: Vector, send: Tensor, recv: Tensor) -> None:
         rows = torch.empty((team.size + 1, what.longest), dtype=torch.uint8, device=recv.device)

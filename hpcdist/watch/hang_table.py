@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
 
 from hpcdist.activity import ANYBODY, NOBODY, Entry, ThreadStatus
 from hpcdist.errors import coded
@@ -36,7 +35,7 @@ class Report:
     doing: str = WAITS
     stack: list[str] = field(default_factory=list)
     known: bool = True
-    still: float = inf
+    still: float = 0.0
 
     @property
     def calls(self) -> list[Entry]:

@@ -54,17 +54,21 @@ def communicators(answer: str) -> list[Communicator]:
     try:
         return [
             Communicator(
-                {_process(rank): dict(rank["collective_counts"]) for rank in found["ranks"]},
+                {_process(rank): _counts(rank["collective_counts"]) for rank in found["ranks"]},
                 [_process(rank) for rank in found["missing_ranks"]],
             )
             for found in json.loads(answer[answer.index("{") :])["communicators"]
         ]
-    except (KeyError, TypeError, RecursionError) as error:
+    except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(repr(error)) from None
 
 
 def _process(rank: Mapping[str, Any]) -> Process:
     return str(rank["host"]), int(rank["pid"])
+
+
+def _counts(found: Mapping[str, Any]) -> dict[str, int]:
+    return {name: int(number) for name, number in found.items()}
 
 
 def ranks_of(found: Iterable[Communicator], nodes: Sequence[Mapping[int, int]]) -> dict[Process, int]:
@@ -89,12 +93,14 @@ def compare(
     for communicator in found:
         counts = {ranks[process]: of for process, of in communicator.launched.items() if process in ranks}
         gone = {ranks[process] for process in communicator.silent if process in ranks}
-        ahead = [counts[rank].items() for rank in waiting if rank in counts]
-        late = {r for r, of in counts.items() if any(of.get(name, 0) < n for items in ahead for name, n in items)}
+        most: dict[str, int] = {}
+        for rank in counts.keys() & waiting:
+            most |= {name: max(number, most.get(name, 0)) for name, number in counts[rank].items()}
+        late = {rank for rank, of in counts.items() if any(of.get(name, 0) < most[name] for name in most)}
         behind, silent = behind | late, silent | gone
         if late or gone:
             texts = {"no answer": sorted(gone)} if gone else {}
-            differ = [name for name, _ in next(iter(ahead), ()) if len({of.get(name) for of in counts.values()}) > 1]
+            differ = [name for name in most if len({of.get(name) for of in counts.values()}) > 1]
             for rank, of in sorted(counts.items()):
                 texts.setdefault(", ".join(f"{name} {of.get(name, 0)}" for name in differ) or "all", []).append(rank)
             parts = [f"{_named(who)}: {text}" for text, who in texts.items()]

@@ -443,7 +443,8 @@ class Watch:
         behind, silent, notes = self._launches(reports, 0.8 * limit)
         assert self._gpu is not None
         busy = not accelerator.idle(self._gpu[0])
-        absent = behind or (silent if busy else [])
+        gone = {rank for rank, report in reports.items() if report.doing in GONE}
+        absent = behind or (sorted(gone.union(silent)) if busy else [])
         self._noted = launched
         if torch_groups.launched()[0] == launched and (absent or busy):
             text = f"a collective on the GPU has waited for {self._still:.1f} s, its deadline is {limit:g} s"

@@ -107,7 +107,7 @@ def rank(kind, bad, seed):
             torch.cuda._sleep(2**38)
         launch("all_reduce", later=not gpu)
     elif kind == "p2p":
-        None if mine else dist.irecv(torch.empty(9, device=device), bad)
+        None if mine else dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.empty(9, device=device), bad)])
     elif kind == "other":
         launch("all_gather_into_tensor" if mine else "all_reduce", later=not gpu)
     elif not mine:
@@ -139,8 +139,11 @@ def one(mpirun, number, kind):
         with log.open("w") as out:
             how = {"env": {**os.environ, **environ}, "start_new_session": True}
             job = subprocess.Popen(command, stdout=out, stderr=out, **how)
-        begin, seen, end = 0.0, 0.0, time.time() + 120
-        wanted = "as many collectives" if kind in EQUAL else rf"rank {bad} \(.*(has not reached|is stopped|is dead)"
+        begin, seen, end = 0.0, 0.0, time.time() + 60
+        wanted = rf"rank {bad} \(.*(has not reached|is stopped|is dead)"
+        if kind == "kill":  # a launcher may be faster
+            wanted = rf"{wanted}|process rank {bad} with PID|PID \d+ RUNNING AT"
+        wanted = "as many collectives" if kind in EQUAL else wanted
         while job.poll() is None and time.time() < end:
             time.sleep(0.2)
             text = log.read_text(errors="replace")

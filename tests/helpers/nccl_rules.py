@@ -56,7 +56,9 @@ class _Rules:
         self._check(recv, send)
         assert recv.numel() == send.numel() * self._gloo.size(), "sizes that differ"
         self.calls.append(options.asyncOp)
-        return self._done(self._gloo.allgather([list(recv.view(self._gloo.size(), -1).unbind())], [send]), options)
+        assert recv.dtype == send.dtype, "dtypes that differ"
+        rows = recv.view(self._gloo.size(), -1).view(torch.uint8)
+        return self._done(self._gloo.allgather([list(rows.unbind())], [send.view(-1).view(torch.uint8)]), options)
 
     def _done(self, work, options):
         """What torch returns: nothing of an operation on the caller's stream."""

@@ -19,6 +19,7 @@ from hpcdist.formats import plain
 from hpcdist.layout import limits as sizes
 from hpcdist.routes import c10d, hdf5_files, select
 from hpcdist.tensors.accelerator import MemoryKind
+from hpcdist.validation import collective
 
 pytestmark = pytest.mark.mpi
 
@@ -205,6 +206,43 @@ def test_nccl_without_a_gpu_for_each_rank(world):
         return
     text = "route nccl needs a GPU of its own for each rank and a torch with NCCL; use route mpi or auto"
     refused(world, text, hd.concat, torch.zeros(2), route="nccl", ranks=range(world.world_size))
+
+
+def test_repeated_calls_on_the_library_of_gpus(findings, world, rank, size, monkeypatch):
+    """They are kept as those by MPI: one exchange of headers, and one operation, on the caller's stream."""
+    monkeypatch.setitem(select.ROUTES, "nccl", (STAND_IN.__module__, "STAND_IN"))
+    select.load.cache_clear()
+    team, exchanges = world._context.team, []
+    team.routes.clear(), team.repeats.clear()
+    exchange = collective.exchange
+    monkeypatch.setattr(collective, "exchange", lambda *args: (exchanges.append(args), exchange(*args))[1])
+    x, counts = torch.arange(2 + rank) + 10 * rank, [2 + r for r in range(size)]
+    whole = torch.cat([torch.arange(2 + r) + 10 * r for r in range(size)])
+    out, square = torch.empty_like(whole), whole_of((size, size), torch.int64)
+    rows, row = (hd.Split(0), hd.Split(1)), square[rank : rank + 1]
+    plan = hd.plan(hd.concat, x, route="nccl")
+    calls = {
+        "concat": (lambda: hd.concat(x, route="nccl"), whole),
+        "concat, out": (lambda: hd.concat(x, route="nccl", out=out), whole),
+        "plan": (lambda: plan(x), whole),
+        "plan, out": (lambda: plan(x, out), whole),
+        "gather": (lambda: hd.gather(x, route="nccl"), whole if rank == 0 else None),
+        "split": (lambda: hd.split(whole if rank == 0 else None, counts=counts, route="nccl"), x),
+        "redistribute": (lambda: hd.redistribute(row, *rows, route="nccl"), square[:, rank : rank + 1]),
+    }
+    for name, (call, expected) in calls.items():
+        for turn in range(4):
+            if turn == 2:  # the first one is planned, and the second one kept if the first took another way
+                group = team.torch_groups.get(STAND_IN.name)
+                exchanges.clear()
+                before = len(group.calls) if group else 0
+            got = call()
+            findings.check((got is None) == (expected is None) and (got is None or torch.equal(got, expected)), name)
+        findings.check(not exchanges, f"{name}: {len(exchanges)} exchanges")
+        if "concat" in name or "plan" in name:
+            findings.check(group.calls[before:] == [False, False], f"{name}: {group.calls[before:]}")
+    STAND_IN.forget(team)
+    team.routes.clear(), team.repeats.clear(), select.load.cache_clear()
 
 
 def test_the_staging_folder(findings, world, rank, tmp_path, monkeypatch):

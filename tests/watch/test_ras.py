@@ -5,15 +5,12 @@ import random
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from launch import run, slowness
 
-from hpcdist.errors import HangError
-from hpcdist.watch import ras, watcher
+from hpcdist.watch import ras
 
 RECORDED = json.loads(Path(__file__).with_name("ras_answers.json").read_text())
 # ranks behind a waiting one, silent ranks, and what is shown of them
@@ -26,13 +23,12 @@ SAYS = {
     "killed": ([], [1], "rank 1: no answer; rank 0: all"),
     **dict.fromkeys(("p2p", "sizes", "compute"), ([], [], "as many collectives")),
 }
-PIDS = {"sleep": 634, "stopped": 782, "killed": 840, "other": 894, "p2p": 948, "subgroup": 1003, "sizes": 1066}
 
 
 def judged(name, waiting=(0, 1)):
     found = ras.communicators(json.dumps(RECORDED[name]))
     first = min(pid for one in found for _, pid in (*one.launched, *one.silent))
-    nodes = [{pid: 7 for pid in range(40)}, {first: 0, first + 1: 1}]
+    nodes = [dict.fromkeys(range(40), 7), {first: 0, first + 1: 1}]
     return ras.compare(found, ras.ranks_of(found, nodes), waiting)
 
 
@@ -92,13 +88,13 @@ def serving(answer):
     with socket.create_server(("localhost", 0)) as listener:
 
         def serve():
-            with listener.accept()[0] as connection:
+            with suppress(OSError), listener.accept()[0] as connection:
                 answer(connection)
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         yield listener.getsockname()[:2]
-        thread.join(20)
+        listener.close()
 
 
 def answers(data):
@@ -119,10 +115,8 @@ def test_an_answer_of_1024_ranks():
     data = b"OK\n" + json.dumps({"communicators": [one] * 9}).encode()
     assert len(data) > 2_500_000
     with serving(answers(data)) as where:
-        begin = time.monotonic()
         found = ras.communicators(ras.ask(where, 60))
         behind, _, lines = ras.compare(found, ras.ranks_of(found, [{p: p for p in range(1024)}]), range(1024))
-        assert time.monotonic() - begin < 60, "the deadline of a busy machine"
     assert behind == [700] and max(map(len, lines)) < 300
 
 
@@ -130,10 +124,10 @@ def test_servers_that_do_not_answer():
     """Nobody there, one that says nothing, one that never ends: an OSError in time."""
     with socket.create_server(("localhost", 0)) as nobody:
         where = nobody.getsockname()[:2]
-    with pytest.raises(OSError):
+    with pytest.raises(ConnectionRefusedError):
         ras.ask(where, 1)
     for answer in (lambda connection: time.sleep(0.5), lambda connection: connection.sendall(b"x" * 2**26)):
-        with serving(answer) as where, pytest.raises(OSError):
+        with serving(answer) as where, pytest.raises(TimeoutError):
             ras.ask(where, 0.1)
 
 
@@ -142,5 +136,5 @@ def test_addresses():
         *[("localhost", 28028)] * 2, ("node", 5), ("::1", 28028),
     ]  # fmt: skip
     for wrong in ("28028", "host:", "host:x", "host:0", "host:65536", ":5", "host:-5"):
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="got"):
             ras.address(wrong)
