@@ -1,13 +1,13 @@
 """The calls of torch's own groups in the record: by made-up hooks with any torch, and by its own from 2.14 on."""
 
 import re
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from launch import mpirun
-from torch.distributed import distributed_c10d
 
 from hpcdist import activity
 from hpcdist.activity import ANYBODY, InCall, SharedRecord, start
@@ -25,7 +25,7 @@ class Made:
         self._backends = backends
 
     def _get_backend(self, device):
-        options = SimpleNamespace(_timeout=SimpleNamespace(total_seconds=lambda: 8.0))
+        options = SimpleNamespace(_timeout=timedelta(seconds=8))
         return SimpleNamespace(name=lambda: self._backends[device.type], options=options)
 
 
@@ -38,7 +38,7 @@ def calls(monkeypatch):
     def make(backends):
         group = Made(backends)
         kept.append(group)
-        monkeypatch.setitem(distributed_c10d._world.pg_names, group, "made")
+        group.group_name = "made"
         monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda group: [0, 1])
         return TorchGroup(group)
 
