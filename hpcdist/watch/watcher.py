@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -443,36 +443,33 @@ class Watch:
         behind, silent, notes = self._launches(reports, 0.8 * limit)
         assert self._gpu is not None
         busy = not accelerator.idle(self._gpu[0])
-        gone = {rank for rank, report in reports.items() if report.doing in GONE}
-        absent = behind or (sorted(gone.union(silent)) if busy else [])
+        if busy and not behind:
+            behind = silent.union(rank for rank, report in reports.items() if report.doing in GONE)
         self._noted = launched
-        if torch_groups.launched()[0] == launched and (absent or busy):
+        if torch_groups.launched()[0] == launched and (behind or busy):
             text = f"a collective on the GPU has waited for {self._still:.1f} s, its deadline is {limit:g} s"
-            if absent:
-                self._raise(os.getpid(), text, [*notes, verdict(_COLLECTIVE, absent, reports)], reports)
+            if behind:
+                why = [*notes, verdict(_COLLECTIVE, sorted(behind), reports)]
+                self._raise(os.getpid(), text, why, reports)
             _print_table("\n".join([text, table(reports.values(), time.time()), *notes]))
         return True
 
-    def _launches(self, reports: Mapping[int, Report], limit: float) -> tuple[list[int], list[int], list[str]]:
+    def _launches(self, reports: Mapping[int, Report], limit: float) -> tuple[set[int], set[int], list[str]]:
         """Return which ranks are behind in NCCL's collectives, which are silent, and what NCCL's RAS says.
 
         Args:
             limit: seconds without another collective after which a rank waits.
         """
-        where = None if self._gpu is None else self._gpu[1]
-        if where is None:
-            return [], [], ["NCCL's RAS is off (NCCL_RAS_ENABLE=0), so that only the record of calls is known"]
-        nodes: dict[int, dict[int, int]] = {}
+        assert self._gpu is not None
+        where, nodes = self._gpu[1], defaultdict[int, dict[int, int]](dict)
         for rank, member in enumerate(self._members):
-            nodes.setdefault(member["node"], {})[member["pid"]] = rank
-        answer = ""
+            nodes[member["node"]][member["pid"]] = rank
         try:
-            answer = ras.ask(where, _RAS)
-            found = ras.communicators(answer)
-        except OSError as error:
-            return [], [], [f"NCCL's RAS does not answer on {where[0]}:{where[1]}: {error}"]
-        except ValueError:
-            return [], [], ras.of_text(answer)
+            if where is None:
+                raise ConnectionError("NCCL_RAS_ENABLE=0")
+            found = ras.communicators(ras.ask(where, _RAS))
+        except (OSError, ValueError) as error:
+            return set(), set(), [f"NCCL's RAS gives no answer: {error}"]
         waiting = [rank for rank, report in reports.items() if report.still >= limit]
         return ras.compare(found, ras.ranks_of(found, list(nodes.values())), waiting)
 
