@@ -394,9 +394,7 @@ def _make(asked: Asked, implicit: bool = False, program: bool = False) -> World:
         ends.callback(watch.stop)
         with activity.InCall("init", None):
             stop.begin(private, os.environ, listen=asked.stop_on is not None)
-            settings = _settings(private, nodes, limit, asked)
-            if settings.own_gpus:
-                watch.follow(settings.device, _ras(private.rank))
+            settings = _settings(private, nodes, limit, asked, watch)
             registration.host.open(private, settings, meeting)
             ends.callback(registration.host.close)
             ends.callback(torchrun.give(private, nodes, meeting.host, os.environ, limit, program))
@@ -455,10 +453,14 @@ def _free(comm: MPI.Intracomm) -> None:
         comm.Free()
 
 
-def _settings(private: MPI.Intracomm, nodes: rendezvous.Nodes, limit: timedelta, asked: Asked) -> Settings:
+def _settings(
+    private: MPI.Intracomm, nodes: rendezvous.Nodes, limit: timedelta, asked: Asked, watch: Watch
+) -> Settings:
     """Choose the device of each rank, and collect the ranks' data on each other. Collective over `private`."""
     shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # experimental, NCCL 2.30.3 and later
     chosen, own_gpus = accelerator.choose(private, nodes.local_rank, asked.device, asked.backend, shared)
+    if own_gpus:
+        watch.follow(chosen, _ras(private.rank))
     places = objects.all_gather_object(private, (nodes.mine, machine.capacity()))
     return Settings(
         device=chosen,
