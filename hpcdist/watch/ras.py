@@ -96,15 +96,10 @@ def compare(
         late = {rank for rank, of in counts.items() if most - of}
         behind, silent = behind | late, silent | gone
         if late or gone:
-            texts = {"no answer": sorted(gone)} if gone else {}
-            differ = [name for name in most if len({of[name] for of in counts.values()}) > 1]
-            for rank, of in sorted(counts.items()):
-                texts.setdefault(", ".join(f"{name} {of[name]}" for name in differ) or "all", []).append(rank)
-            parts = [f"{_named(who)}: {text}" for text, who in texts.items()]
+            texts: dict[str, list[str]] = {}
+            for rank in sorted({*counts, *gone}):
+                text = ", ".join(f"{name} {n}" for name, n in counts.get(rank, {}).items() if n)
+                texts.setdefault(text or "no answer", []).append(str(rank))
+            parts = [f"rank {', '.join(who[:_SHOWN])}{' ...' * (len(who) > _SHOWN)}: {of}" for of, who in texts.items()]
             lines.append(f"NCCL's RAS, collectives launched in a communicator: {'; '.join(parts)}")
     return behind, silent, lines or [_EQUAL]
-
-
-def _named(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_SHOWN]))}{more}"

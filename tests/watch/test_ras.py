@@ -17,11 +17,11 @@ RECORDED = json.loads(Path(__file__).with_name("ras_answers.json").read_text())
 # ranks behind a waiting one, silent ranks, and what is shown of them
 SAYS = {
     "sleep": ([1], [], "rank 0: AllReduce 3; rank 1: AllReduce 2"),
-    "busy": ([1], [], "rank 0: AllReduce 2; rank 1: AllReduce 1"),
-    "other": ([0], [], "rank 0: Broadcast 1; rank 1: Broadcast 2"),
+    "busy": ([1], [], "rank 0: Broadcast 1, AllReduce 2; rank 1: Broadcast 1, AllReduce 1"),
+    "other": ([0], [], "rank 0: Broadcast 1, AllReduce 2; rank 1: Broadcast 2, AllReduce 2"),
     "subgroup": ([1], [], "rank 0: AllReduce 2; rank 1: AllReduce 1"),
-    "stopped": ([], [1], "rank 1: no answer; rank 0: all"),
-    "killed": ([], [1], "rank 1: no answer; rank 0: all"),
+    "stopped": ([], [1], "rank 0: Broadcast 1, AllReduce 2; rank 1: no answer"),
+    "killed": ([], [1], "rank 0: Broadcast 1, AllReduce 2; rank 1: no answer"),
     **dict.fromkeys(("p2p", "sizes", "compute"), ([], [], "as many collectives")),
 }
 
