@@ -464,9 +464,9 @@ class Watch:
         where, nodes = self._gpu[1], defaultdict[int, dict[int, int]](dict)
         for rank, member in enumerate(self._members):
             nodes[member["node"]][member["pid"]] = rank
+        if where is None:
+            return set(), set(), ["NCCL's RAS gives no answer: NCCL_RAS_ENABLE=0"]
         try:
-            if where is None:
-                raise ConnectionError("NCCL_RAS_ENABLE=0")
             found = ras.communicators(ras.ask(where, _RAS))
         except (OSError, ValueError) as error:
             return set(), set(), [f"NCCL's RAS gives no answer: {error}"]

@@ -138,7 +138,7 @@ def damaged():
     return wrong | {
         f"{'x' * 300}.npy": "cannot be read: File name too long",
         "cut.npy": "cannot be read: it ends in the middle of its data",
-        "text.npy": "holds dtype <U1",
+        "text.npy": "holds no tensor, but dtype <U1",
         "two.npz": "holds 2 arrays; name one as",
         "two.npz:c": "holds no tensor 'c'; it has: a, b",
         "group.h5:/g": "holds no tensor 'g'",
