@@ -38,7 +38,7 @@ TAIL = """
 ## Ignite's own tests
 
 Ignite (commit de08e799c) has tests of its backend "horovod". They were run on 2026-11-26 under MPICH with torch 2.13,
-without a change: `test_horovod.py` of `tests/ignite/distributed/comp_models` and of `tests/ignite/distributed/utils`. A
+without a change: the two files `test_horovod.py` of its tests of `ignite.distributed`. A
 stand-in for `horovod.run` started 1 or 4 ranks by `mpirun`. 15 passed, 2 failed, 9 were left out (7 need a GPU).
 
 | test | outcome | why |
