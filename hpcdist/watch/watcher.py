@@ -355,7 +355,7 @@ class Watch:
             record.settle()
         process, frames = self._record.read(self._slot), procstat.frames()
         report = self._report(self._rank, process)
-        report.still = self._still
+        report.still = self._still if _launched()[0] == self._launched else 0.0
         for thread, record in zip(report.threads, activity.thread_records, strict=False):
             thread.waited = record.waited
             if thread.call is not None:
@@ -410,7 +410,7 @@ class Watch:
             self._grace = waited - limit + limit / 4  # a large file takes its time: check again later
             return
         text = f"{call.text} has waited for {waited:.1f} s, its deadline is {limit:g} s"
-        notes = [] if self._gpu is None else self._launches(reports, 0.8 * limit)[2]
+        notes = [] if self._gpu is None else self._launches(0.8 * limit)[2]
         self._raise(record.thread, text, [verdict(call, absent, reports, _peers_of), *notes], reports)
 
     def _raise(self, thread: int, text: str, why: list[str], reports: Mapping[int, Report]) -> None:
@@ -429,24 +429,23 @@ class Watch:
         Returns:
             Whether it has asked the other ranks.
         """
-        launched, limit = torch_groups.launched()
+        launched, limit = _launched()
         if launched != self._launched:
             self._launched, self._still = launched, 0.0
         else:
             self._still += seconds
-        if self._still < limit or launched in ((), self._noted) or self._stopping:
+        if self._still < limit or launched == self._noted or self._stopping:
             return False
-        reports = self._ask_in_turn(ALARM)
-        if reports is None:
+        if self._ask_in_turn(ALARM) is None:
             self._until(time.monotonic() + _PATIENCE, lambda: self._raised_by is not None)
             return True
-        behind, silent, notes = self._launches(reports, 0.8 * limit)
+        behind, silent, notes, reports = self._launches(0.8 * limit)
         assert self._gpu is not None
         busy = not accelerator.idle(self._gpu[0])
         if busy and not behind:
             behind = silent.union(rank for rank, report in reports.items() if report.doing in GONE)
         self._noted = launched
-        if torch_groups.launched()[0] == launched and (behind or busy):
+        if _launched()[0] == launched and (behind or busy):
             text = f"a collective on the GPU has waited for {self._still:.1f} s, its deadline is {limit:g} s"
             if behind:
                 why = [*notes, verdict(_COLLECTIVE, sorted(behind), reports)]
@@ -454,8 +453,10 @@ class Watch:
             _print_table("\n".join([text, table(reports.values(), time.time()), *notes]))
         return True
 
-    def _launches(self, reports: Mapping[int, Report], limit: float) -> tuple[set[int], set[int], list[str]]:
-        """Return which ranks are behind in NCCL's collectives, which are silent, and what NCCL's RAS says.
+    def _launches(self, limit: float) -> tuple[set[int], set[int], list[str], dict[int, Report]]:
+        """Return which ranks are behind in NCCL's collectives, which are silent, what NCCL's RAS says, and the reports.
+
+        The reports are later than the answer of RAS: what a waiting rank has launched was old by then.
 
         Args:
             limit: seconds without another collective after which a rank waits.
@@ -464,14 +465,16 @@ class Watch:
         where, nodes = self._gpu[1], defaultdict[int, dict[int, int]](dict)
         for rank, member in enumerate(self._members):
             nodes[member["node"]][member["pid"]] = rank
-        if where is None:
-            return set(), set(), ["NCCL's RAS gives no answer: NCCL_RAS_ENABLE=0"]
+        found: list[ras.Communicator] = []
+        problem = "" if where else "NCCL_RAS_ENABLE=0"
         try:
-            found = ras.communicators(ras.ask(where, _RAS))
+            found = ras.communicators(ras.ask(where, _RAS)) if where else []
         except (OSError, ValueError) as error:
-            return set(), set(), [f"NCCL's RAS gives no answer: {error}"]
+            problem = str(error)
+        reports = self._ask(ALARM, _ANSWERS)
         waiting = [rank for rank, report in reports.items() if report.still >= limit]
-        return ras.compare(found, ras.ranks_of(found, list(nodes.values())), waiting)
+        behind, silent, notes = ras.compare(found, ras.ranks_of(found, list(nodes.values())), waiting)
+        return behind, silent, [f"NCCL's RAS gives no answer: {problem}"] if problem else notes, reports
 
     def _flight_records(self, reports: Mapping[int, Report]) -> str:
         """Write the calls of all ranks for torch's analyser; return the folder, "" if it cannot be."""
@@ -552,6 +555,12 @@ class Watch:
                 _print_table(table(reports.values(), time.time()))
         finally:
             self._signalled = False
+
+
+def _launched() -> tuple[tuple[int, ...], float]:
+    """Return the number of hpcdist's calls and of the collectives of torch's groups, and the deadline of the latter."""
+    launched, limit = torch_groups.launched()
+    return (sum(record.begun for record in activity.thread_records), *launched), limit
 
 
 def save_trace(finished: bool) -> None:
