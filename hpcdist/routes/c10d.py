@@ -129,7 +129,7 @@ class _Nccl(_C10d):
         return algorithm != "fused" or total == largest * team.size
 
     def allgatherv_fused(self, team: Team, what: Vector, send: Tensor, recv: Tensor) -> None:
-        if send.dtype not in _NATIVE:
+        if send.dtype not in _NATIVE or send.dtype != recv.dtype:  # a copy of a bare dtype has another one
             send, recv = as_bytes(send), as_bytes(recv)
         _wait(self.group(team)._allgather_base(recv, send, _HERE))
 
