@@ -127,13 +127,20 @@ def test_an_answer_of_1024_ranks():
     assert behind == {700} and max(map(len, lines)) < 300
 
 
+def drip(connection):
+    """An answer without an end."""
+    while True:
+        connection.sendall(b"x")
+        time.sleep(0.01)
+
+
 def test_servers_that_do_not_answer():
     """Nobody there, one that says nothing, one that never ends: an OSError in time."""
     with socket.create_server(("localhost", 0)) as nobody:
         where = nobody.getsockname()[:2]
     with pytest.raises(ConnectionRefusedError):
         ras.ask(where, 1)
-    for answer in (lambda connection: time.sleep(0.5), lambda connection: connection.sendall(b"x" * 2**26)):
+    for answer in (lambda connection: time.sleep(1), drip):
         with serving(answer) as where, pytest.raises((TimeoutError, ConnectionError)):
             ras.ask(where, 0.1)
 
