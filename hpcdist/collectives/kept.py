@@ -112,10 +112,7 @@ class Kept:
         buffers = self._buffers
         data: Any = buffers.memory(x.data_ptr(), self._nbytes) if x is not None and self._nbytes else b""
         message = b"".join((self._start, data, self._rest))
-        if team.foreground is team:
-            team.comm.Allgather((message, buffers.recv[1]), buffers.recv)
-        else:
-            collective.allgather(team, message)
+        collective.allgather(team, message)
         if buffers.headers(buffers.all) == self._headers:
             return True
         buffers.own = message

@@ -232,16 +232,14 @@ def run(op: Operation, team: Team, async_op: bool = False) -> Any:
     else:
         team.calls[False] += 1
         text = callsite.where(op.name, frames=2)  # of where() and run(); their caller may be the outermost frame
-        record = activity.InCall(op.name, team, None, text, None, op.x, op.unrouted)
-        try:  # contexts would cost small calls time
-            result = op.execute(team)
-            if op.grad:
-                result = _attach(op, team, result)
-        except BaseException as error:
-            abort.InStep.check(op.name, team.size, error)
-            raise
-        finally:
-            record.end()
+        with activity.InCall(op.name, team, text=text, tensors=op.x, route=op.unrouted):
+            try:
+                result = op.execute(team)
+                if op.grad:
+                    result = _attach(op, team, result)
+            except BaseException as error:  # a context would cost small calls time
+                abort.InStep.check(op.name, team.size, error)
+                raise
     return result if op.out is None else written(op.out, result)
 
 
