@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hpcdist as hd
-from hpcdist.runtime.timing import Contender
+from hpcdist.tools.timing import Contender
 
 # Layers, and features of each: so many parameters.
 TRAININGS = {

@@ -35,8 +35,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import hpcdist as hd
-from hpcdist.runtime.timing import Contender
 from hpcdist.staging.dcp import HDF5Reader, HDF5Writer
+from hpcdist.tools.timing import Contender
 
 LAYERS, COLUMNS = 8, 1024
 State = dict[str, Tensor]

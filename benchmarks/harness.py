@@ -23,7 +23,7 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 import hpcdist as hd
-from hpcdist.runtime.timing import FEWEST, Contender, measure
+from hpcdist.tools.timing import FEWEST, Contender, measure
 
 ROOT = 0
 
@@ -34,7 +34,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 class Step:
     """A case to run: a function that makes its data, and its contenders, the baseline first.
 
-    The data are those of hpcdist.runtime.timing.Data, with `size`, `skew`, `nbytes` and `what` as in results.Case.
+    The data are those of hpcdist.tools.timing.Data, with `size`, `skew`, `nbytes` and `what` as in results.Case.
     """
 
     make: Callable[[MPI.Intracomm], Any]
@@ -42,7 +42,7 @@ class Step:
 
 
 class Data:
-    """What most data of a case have in common; the rest is that of hpcdist.runtime.timing.Data."""
+    """What most data of a case have in common; the rest is that of hpcdist.tools.timing.Data."""
 
     comm: MPI.Intracomm
     size: int

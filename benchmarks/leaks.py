@@ -29,7 +29,7 @@ from torch import Tensor
 import hpcdist as hd
 from hpcdist import activity
 from hpcdist.activity import callsite
-from hpcdist.comm.windows import SPARE
+from hpcdist.comm.node_memory import SPARE
 
 _MIB = 2**20
 _CONTEXT_IDS = {"MPICH": 2048, "Intel MPI": 32768}  # communicators that a process can have at once

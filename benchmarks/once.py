@@ -28,8 +28,8 @@ from results import show_size
 
 import hpcdist as hd
 from hpcdist.formats.plain import page_size
-from hpcdist.runtime.timing import spread
 from hpcdist.tensors import accelerator
+from hpcdist.tools.timing import spread
 
 CACHES = 2**28  # bytes, more than the processor has
 Ways = Mapping[str, Callable[[], Any]]

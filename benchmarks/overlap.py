@@ -24,7 +24,7 @@ from results import AFTER, COMPUTE, TOGETHER, TRANSFER
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist.runtime.timing import Contender
+from hpcdist.tools.timing import Contender
 
 LATE = 0.05  # seconds that rank 1 is late
 KINDS = ("mm", "sleep", "late")

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import hpcdist as hd
-from hpcdist.runtime.timing import Contender
+from hpcdist.tools.timing import Contender
 
 Box = tuple[range, range]  # rows, columns
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from hpcdist.runtime.timing import Spread, Timing, spread
+from hpcdist.tools.timing import Spread, Timing, spread
 
 FOLDER = Path(__file__).parent / "results"
 BASELINE = "mpi4py, preallocated"

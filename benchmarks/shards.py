@@ -25,8 +25,8 @@ from results import BASELINE, CONTROL, GLOO_PADDED, HPCDIST_NEW, HPCDIST_SHARED,
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist import compare as byhand
-from hpcdist.runtime.timing import Contender, check
+from hpcdist.tools import compare as byhand
+from hpcdist.tools.timing import Contender, check
 
 DTYPE = torch.int64  # a value is its index in the whole tensor, exactly
 SKEWS = ("even", "16:1")
@@ -53,7 +53,7 @@ def make_counts(size: int, skew: str, world_size: int) -> list[int]:
     return [small * 16] + [small] * (world_size - 1)
 
 
-# More hand-written ways, beside those of hpcdist.compare
+# More hand-written ways, beside those of hpcdist.tools.compare
 
 
 def _move(x: Tensor | None, buffers: Sequence[Tensor], to_root: bool) -> None:

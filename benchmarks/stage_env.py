@@ -1,4 +1,4 @@
-"""Start-up of Python from a slow shared file system, beside python -m hpcdist.stage_env and a start from local disk.
+"""Start-up of Python from a slow shared file system, beside python -m hpcdist stage-env and a start from local disk.
 
 python benchmarks/stage_env.py --ranks 2,8,16,32 --rounds 3 --json benchmarks/results/stage-env.json
 
@@ -115,7 +115,7 @@ def measure(cluster: Cluster, ranks: int) -> dict[str, tuple[float, int, int]]:
     step(SHARED_START, lambda: cluster.launch(ranks, shared, *PROGRAM))
     path = step(
         STAGING,
-        lambda: cluster.launch(len(CLIENTS), shared, "-m", "hpcdist.stage_env", f"{SHARED}/venv"),
+        lambda: cluster.launch(len(CLIENTS), shared, "-m", "hpcdist", "stage-env", f"{SHARED}/venv"),
     )
     step(LOCAL_START, lambda: cluster.launch(ranks, f"{path}/bin/python", *PROGRAM))
     cluster.cleanup()

@@ -24,7 +24,7 @@ from results import BASELINE, CONTROL, GLOO_OBJECT, HPCDIST_NEW, MPI4PY_PICKLE, 
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist.runtime.timing import Contender
+from hpcdist.tools.timing import Contender
 
 # torch 2.13 has a new name for it; existing code uses this one.
 warnings.filterwarnings("ignore", ".*all_gather_into_tensor.* is deprecated", FutureWarning)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hpcdist.doctor.checks import CHECKS, STEPS
+from hpcdist.tools.doctor.checks import CHECKS, STEPS
 
 PAGE = Path(__file__).with_name("fail") / "doctor.md"
 _TABLE = re.compile(r"(<!-- checks: (.+) -->\n\n)(?:\|.*\n)*")

@@ -10,7 +10,7 @@ from hpcdist.process.startup import COMMAND, __version__, require  # noqa: F401
 if COMMAND not in ("explain", "stage-env"):
     require()  # before other imports trip over what is too old
 
-    from hpcdist import layout, memory, staging, torch_names
+    from hpcdist import layout, staging, torch_names
     from hpcdist.collectives.plans import plan
     from hpcdist.collectives.redistribute import balance, local, redistribute
     from hpcdist.concat import concat
@@ -22,6 +22,7 @@ if COMMAND not in ("explain", "stage-env"):
     from hpcdist.runtime.plan import Plan
     from hpcdist.runtime.world import World, current, finalize, init
     from hpcdist.split import split
+    from hpcdist.tensors import memory
 
     __all__ = [
         "Block", "Boxes", "FileError", "Handle", "HangError", "HpcdistError", "LaunchError", "Plan", "RankError",

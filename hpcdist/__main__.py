@@ -18,12 +18,12 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "convert": ("copy all tensors of a file or folder to another format", "hpcdist.commands.conversion"),
     "ls": ("list the tensors of a file or folder", "hpcdist.commands.listing", "ls"),
     "verify": ("compare a file or folder with its checksums", "hpcdist.commands.listing", "verify"),
-    "doctor": ("diagnose this job, and name the fixes", "hpcdist.doctor"),
-    "jobscript": ("write a job script for Slurm, PBS, Flux or LSF", "hpcdist.jobscript"),
-    "stage-env": ("copy an environment to every node's own disk, over MPI", "hpcdist.stage_env"),
-    "trace": ("report which rank the others waited for, from a run with HPCDIST_TRACE=DIR", "hpcdist.trace"),
-    "compare": ("time calls of given shapes, by hand and with hpcdist", "hpcdist.compare"),
-    "tune": ("measure the algorithms of calls, and write rules for HPCDIST_TUNE", "hpcdist.tune"),
+    "doctor": ("diagnose this job, and name the fixes", "hpcdist.tools.doctor"),
+    "jobscript": ("write a job script for Slurm, PBS, Flux or LSF", "hpcdist.tools.jobscript"),
+    "stage-env": ("copy an environment to every node's own disk, over MPI", "hpcdist.tools.stage_env"),
+    "trace": ("report which rank the others waited for, from a run with HPCDIST_TRACE=DIR", "hpcdist.tools.trace"),
+    "compare": ("time calls of given shapes, by hand and with hpcdist", "hpcdist.tools.compare"),
+    "tune": ("measure the algorithms of calls, and write rules for HPCDIST_TUNE", "hpcdist.tools.tune"),
     "explain": ("explain the code of an error, and name the remedy", "hpcdist.errors.explain"),
 }
 

@@ -6,7 +6,7 @@
 # and the program.
 # The program is torch's own with one changed line, hpcdist.init(): see docs/do/torch-distributed.md.
 # Written by:
-#     python -m hpcdist.jobscript --kind train --scheduler flux --gpus-per-node 4
+#     python -m hpcdist jobscript --kind train --scheduler flux --gpus-per-node 4
 #flux: --job-name=hpcdist-train
 #flux: --nodes=2
 #flux: --nslots=2 # one slot per node

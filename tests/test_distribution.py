@@ -15,7 +15,7 @@ import release
 import yaml
 
 import hpcdist
-from hpcdist.comm.launcher import without_launcher
+from hpcdist.launch.launcher import without_launcher
 from hpcdist.process.startup import OLDEST
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pages import execute, parse
 
-from hpcdist.jobscript import PMIS
+from hpcdist.tools.jobscript import PMIS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.once
 
 ROOT = Path(hpcdist.__file__).parent
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if path.name != "torch_names.py"]
-OF_PYTHON = {"_getframe", "_current_frames", "_replace", "_asdict", "_fields"}
+OF_PYTHON = {"_exit", "_getframe", "_current_frames", "_replace", "_asdict", "_fields"}
 PATHS = sorted({name.path for name in torch_names.NAMES})
 
 

@@ -1,4 +1,4 @@
-"""Draw compare.svg: the picture of hpcdist.compare, for the shapes of the page; and print the report.
+"""Draw compare.svg: the picture of hpcdist.tools.compare, for the shapes of the page; and print the report.
 
 python docs/pictures/compare.py        in an environment with hpcdist and mpirun, on a machine that does nothing else
 """
@@ -18,7 +18,7 @@ def main() -> None:
     (shapes,) = re.findall(r"```text\n(# a verb.*?)```", PAGE.read_text(), re.DOTALL)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "shapes.txt").write_text(shapes)
-        mpirun = [str(Path(sys.executable).with_name("mpirun")), "-n", "2", sys.executable, "-m", "hpcdist.compare"]
+        mpirun = [str(Path(sys.executable).with_name("mpirun")), "-n", "2", sys.executable, "-m", "hpcdist", "compare"]
         subprocess.run([*mpirun, "--shapes", "shapes.txt"], cwd=folder, timeout=300, check=True)
         page = Path(folder, "compare.html").read_text()
     (picture,) = re.findall(r"<svg .*?</svg>", page, re.DOTALL)

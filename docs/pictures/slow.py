@@ -22,7 +22,7 @@ def main() -> None:
         mpirun = [str(Path(sys.executable).with_name("mpirun")), "-n", "4", sys.executable, "train.py"]
         env = os.environ | {"HPCDIST_TRACE": "traces"}
         subprocess.run(mpirun, cwd=folder, env=env, timeout=120, check=True)
-        subprocess.run([sys.executable, "-m", "hpcdist.trace", "traces"], cwd=folder, timeout=120, check=True)
+        subprocess.run([sys.executable, "-m", "hpcdist", "trace", "traces"], cwd=folder, timeout=120, check=True)
         page = Path(folder, "traces", "report.html").read_text()
     (picture,) = re.findall(r"<svg .*?</svg>", page, re.DOTALL)
     style = '<svg font-family="sans-serif" font-size="11" fill="#52606f" '

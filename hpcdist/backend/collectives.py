@@ -36,10 +36,10 @@ from hpcdist.backend.host_copies import (
 )
 from hpcdist.backend.reductions import Reduction
 from hpcdist.comm.messages import pieces
-from hpcdist.comm.mpi import MPI_ROUTE
-from hpcdist.comm.route import Vector
 from hpcdist.comm.team import Team
 from hpcdist.layout import limits
+from hpcdist.routes.mpi import MPI_ROUTE
+from hpcdist.routes.route import Vector
 from hpcdist.tensors.storage import overlap
 
 LEAST = 2**19  # bytes of a tensor to reduce through shared memory; below, MPI's own Allreduce has less latency

@@ -13,8 +13,8 @@ from hpcdist.collectives import results
 from hpcdist.collectives.kept import Parts
 from hpcdist.collectives.run import Plannable, run
 from hpcdist.collectives.structures import Joining, JoinStructures
-from hpcdist.comm.route import Alltoall, Vector
 from hpcdist.comm.team import Team
+from hpcdist.routes.route import Alltoall, Vector
 from hpcdist.runtime import world
 from hpcdist.tensors import pool
 from hpcdist.tensors.blocks import blocks
@@ -194,7 +194,7 @@ class Join(Joining, Plannable):
         self.bind(team, call, agreed, Parts(cut.shape, cut.dtype, sources, dests, recvs))
 
     def in_window(self, team: Team) -> Tensor | None:
-        from hpcdist.comm import window  # which imports MPI
+        from hpcdist.routes import node_copy as window  # which imports MPI
 
         return window.concat(team, self.sent, [box for (box,) in self._blocks.boxes], self._blocks.shape, self._dim)
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from hpcdist import activity, layout
-from hpcdist.comm.route import Method
 from hpcdist.comm.team import HEADER, Team
 from hpcdist.layout import Box
 from hpcdist.process import abort
+from hpcdist.routes.route import Method
 from hpcdist.tensors.storage import copyable
 from hpcdist.validation import collective
 

@@ -15,11 +15,11 @@ from hpcdist import activity
 from hpcdist.collectives import join, redistribute, run as driver, split
 from hpcdist.collectives.kept import BEHIND_HEADERS
 from hpcdist.collectives.run import Plannable
-from hpcdist.comm.route import Method
 from hpcdist.comm.team import Team
 from hpcdist.errors import HpcdistError, refusal
 from hpcdist.layout import Box
 from hpcdist.process import abort
+from hpcdist.routes.route import Method
 from hpcdist.runtime import world
 from hpcdist.runtime.plan import Plan, planners
 from hpcdist.tensors import pool
@@ -150,7 +150,7 @@ def _described(name: str, op: Plannable, team: Team, agreed: Agreed) -> Plan:
 
 def _shared(team: Team, nbytes: int, otherwise: Method) -> Method:
     """Return how data of `nbytes` in all move to a result that nodes are to share, as far as is known. Collective."""
-    from hpcdist.comm import window  # which imports MPI
+    from hpcdist.routes import node_copy as window  # which imports MPI
 
     refusal = window.refusal(team, nbytes)
     if refusal is None:

@@ -15,11 +15,11 @@ from hpcdist import layout as layouts
 from hpcdist.collectives import results
 from hpcdist.collectives.kept import Parts, encode, prefix_of
 from hpcdist.collectives.run import Plannable, run
-from hpcdist.comm.route import Alltoall, Method, Route
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import RankError, coded
 from hpcdist.layout import Box, Layout
+from hpcdist.routes.route import Alltoall, Method, Route
 from hpcdist.runtime import world
 from hpcdist.tensors import pool
 from hpcdist.tensors.blocks import Blocks

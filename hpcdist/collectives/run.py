@@ -14,11 +14,11 @@ from torch import Tensor
 from hpcdist import activity, torch_names
 from hpcdist.activity import callsite
 from hpcdist.collectives.kept import Kept, Parts
-from hpcdist.comm.route import Alltoall, Method, Route, Vector
 from hpcdist.comm.team import Team
 from hpcdist.errors import HpcdistError, coded
 from hpcdist.process import abort
 from hpcdist.routes import select
+from hpcdist.routes.route import Alltoall, Method, Route, Vector
 from hpcdist.runtime import background
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.eager import recorded

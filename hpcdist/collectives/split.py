@@ -15,11 +15,11 @@ from hpcdist.collectives import results
 from hpcdist.collectives.kept import Parts, encode, prefix_of
 from hpcdist.collectives.run import Plannable, run
 from hpcdist.collectives.structures import Distribution
-from hpcdist.comm.route import Vector
 from hpcdist.comm.team import Group, Team
 from hpcdist.control import objects
 from hpcdist.control.codec import rebuild
 from hpcdist.errors import coded, refusal
+from hpcdist.routes.route import Vector
 from hpcdist.runtime import background, world
 from hpcdist.tensors import pool
 from hpcdist.tensors.accelerator import MemoryKind
@@ -166,7 +166,7 @@ class Scatter(Plannable):
         self.bind(team, call, agreed, parts, prefix_of(2 + len(cut.shape) + team.size), keep=agreed.inline)
 
     def in_window(self, team: Team) -> Tensor | None:
-        from hpcdist.comm import window  # which imports MPI
+        from hpcdist.routes import node_copy as window  # which imports MPI
 
         return window.split(team, self.sent, [box for (box,) in self._blocks.boxes], self._blocks.dtype, self._root)
 

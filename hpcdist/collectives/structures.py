@@ -13,12 +13,12 @@ from torch import Tensor
 
 from hpcdist.collectives import results
 from hpcdist.collectives.run import Operation
-from hpcdist.comm.route import Message, Route, Vector
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.control.codec import classes_in, rebuild, same_class
 from hpcdist.errors import RankError, coded
 from hpcdist.routes import select
+from hpcdist.routes.route import Message, Route, Vector
 from hpcdist.tensors import pool
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.blocks import Blocks, blocks

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpcdist import activity
+from hpcdist.comm.node_memory import Topology, Window, Windows
 from hpcdist.comm.tuning import Place, Rule, Rules, Tuned
-from hpcdist.comm.windows import Topology, Window, Windows
 from hpcdist.comm.worker import Worker
 from hpcdist.errors import HpcdistError, refusal
 from hpcdist.layout import limits

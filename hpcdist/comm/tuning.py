@@ -239,7 +239,7 @@ def read(file: str) -> tuple[Tuned, str]:
             samples.setdefault(place, []).append(Sample(row["operation"], int(row["total"]), float(row["skew"]), us))
         theirs = dict(found["fingerprint"])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, OSError) as error:
-        text = f"HPCDIST_TUNE: {file}: {type(error).__name__}: {error}; write it anew with python -m hpcdist.tune"
+        text = f"HPCDIST_TUNE: {file}: {type(error).__name__}: {error}; write it anew with python -m hpcdist tune"
         raise refusal(ValueError, "HD114", text) from None
     own = fingerprint()
     differ = [

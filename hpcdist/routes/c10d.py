@@ -18,8 +18,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from hpcdist import layout, torch_names
-from hpcdist.comm.route import Message, Method, Route, Vector, cut
 from hpcdist.layout import limits
+from hpcdist.routes.route import Message, Method, Route, Vector, cut
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import as_bytes
 

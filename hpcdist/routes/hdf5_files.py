@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout
-from hpcdist.comm.route import Ints, Message, Method, Route, Vector, cut
 from hpcdist.control import objects
 from hpcdist.errors import FileError, reason
 from hpcdist.formats import plain
@@ -26,6 +25,7 @@ from hpcdist.formats.hdf5 import HDF5
 from hpcdist.formats.paths import check_folder, lock, patiently, sweep
 from hpcdist.formats.plain import page_size
 from hpcdist.process import abort
+from hpcdist.routes.route import Ints, Message, Method, Route, Vector, cut
 from hpcdist.tensors.storage import as_bytes
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from hpcdist import activity
-from hpcdist.comm.route import Message, Method, Route, Vector, cut
 from hpcdist.errors import RankError, coded
 from hpcdist.layout import limits
+from hpcdist.routes.route import Message, Method, Route, Vector, cut
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.storage import Scratch, as_bytes
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ROUTES = {
     "nccl": ("hpcdist.routes.c10d", "NCCL"),
     "gloo": ("hpcdist.routes.c10d", "GLOO"),
-    "mpi": ("hpcdist.comm.mpi", "MPI_ROUTE"),
+    "mpi": ("hpcdist.routes.mpi", "MPI_ROUTE"),
     "hdf5": ("hpcdist.routes.hdf5_files", "HDF5_ROUTE"),
 }
 
@@ -76,7 +76,7 @@ def _select(verb: str, name: str, team: Team, gpu: list[bool]) -> tuple[Route, s
         text = f"the tensor is on the CPU, and route {name} moves GPU memory only; use route auto"
         raise RankError(verb, {rank: coded("HD207", text) for rank, on_gpu in enumerate(gpu) if not on_gpu})
     if name == "mpi" and any(gpu):
-        from hpcdist.comm.mpi import MPI_ON_GPU  # which imports MPI
+        from hpcdist.routes.mpi import MPI_ON_GPU  # which imports MPI
 
         route = MPI_ON_GPU
     return route, why

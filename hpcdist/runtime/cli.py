@@ -161,7 +161,7 @@ def write_page(path: str | Path, lines: Sequence[str], tables: Sequence[Table], 
     """
     import jinja2
 
-    here = Path(__file__).parents[1] / "templates"
+    here = Path(__file__).parents[1] / "tools" / "templates"
 
     def fill(template: str | Path, **values: Any) -> str:
         return str(jinja2.Template((here / template).read_text(), autoescape=True, trim_blocks=True).render(values))

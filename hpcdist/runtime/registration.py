@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from hpcdist import activity, torch_names
-from hpcdist.comm import launcher, rendezvous
 from hpcdist.errors import HpcdistError, LaunchError, refusal
+from hpcdist.launch import launcher, rendezvous
 from hpcdist.process.replaced import Replaced
 from hpcdist.tensors import accelerator
 from hpcdist.watch import torch_groups

@@ -15,10 +15,10 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from hpcdist import activity
-from hpcdist.comm import launcher
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import refusal
+from hpcdist.launch import launcher
 from hpcdist.process import abort
 from hpcdist.validation import collective
 from hpcdist.validation.collective import Call

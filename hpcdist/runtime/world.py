@@ -19,14 +19,15 @@ import torch.distributed as dist
 
 from hpcdist import activity, torch_names
 from hpcdist.activity import recording
-from hpcdist.comm import launcher, rendezvous, tuning
+from hpcdist.comm import tuning
 from hpcdist.comm.team import Context, Settings, Team
 from hpcdist.comm.worker import report_failures
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, coded, refusal
 from hpcdist.formats.paths import private_folder
+from hpcdist.launch import launcher, rendezvous, torchrun
 from hpcdist.process import abort, forks, machine, streams
-from hpcdist.runtime import background, registration, stopping, torchrun
+from hpcdist.runtime import background, registration, stopping
 from hpcdist.runtime.stopping import Stop
 from hpcdist.tensors import accelerator, pool
 from hpcdist.validation import collective
@@ -271,7 +272,7 @@ def init(
             is SIGTERM and SIGUSR1, handled from the first call of should_stop() on. The same on all ranks.
         stop_before: a timedelta or seconds. should_stop() returns True from this time before the end of the batch job
             on. Rank 0 asks Slurm, PBS, LSF or Flux once for the end. The same on all ranks.
-        trace: folder in which each rank writes a file of its calls when the job ends: see ``python -m hpcdist.trace``.
+        trace: folder in which each rank writes a file of its calls when the job ends: see ``python -m hpcdist trace``.
             By default HPCDIST_TRACE; without both, nothing is recorded. The last 65,536 calls of each rank are kept.
 
     Returns:

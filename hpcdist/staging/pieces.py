@@ -201,7 +201,7 @@ def _views(plan: PiecePlan, me: int, round_: int, x: Tensor, piece: Tensor | Non
 
 def _exchange(team: Team, verb: str, sends: _Views, recvs: _Views, scratch: Scratch) -> None:
     """Send parts of tensors to other ranks, and receive others in place; a part for this rank is copied. Collective."""
-    from hpcdist.comm.mpi import MPI_ROUTE
+    from hpcdist.routes.mpi import MPI_ROUTE
 
     me, copies, arriving = team.rank, list[tuple[Tensor, Tensor]](), []
     own = [block for dest, block in sends if dest == me]
@@ -232,8 +232,8 @@ def _through_windows(
 ) -> bool:
     """As deliver(), where all ranks want all of it: through memory that the ranks of a node share, so that each byte
     comes to a node once. False on all ranks if that does not help, or cannot be had. Collective."""
-    from hpcdist.comm import window  # which imports MPI
-    from hpcdist.comm.mpi import MPI_ROUTE
+    from hpcdist.routes import node_copy as window  # which imports MPI
+    from hpcdist.routes.mpi import MPI_ROUTE
 
     if not window.helps(team):
         return False

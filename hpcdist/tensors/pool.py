@@ -259,7 +259,7 @@ def _class_of(nbytes: int) -> int:
 
 
 class Cache(Protocol):
-    """Other memory that is kept for later results; see :class:`hpcdist.comm.windows.Windows`."""
+    """Other memory that is kept for later results; see :class:`hpcdist.comm.node_memory.Windows`."""
 
     def nbytes(self) -> int: ...
     def clear(self) -> None: ...

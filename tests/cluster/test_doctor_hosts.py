@@ -22,7 +22,7 @@ def finding(job, name):
 
 
 def doctor(hosts, ranks, *args, cwd=None, **env):
-    return hosts.mpirun(ranks, "-m", "hpcdist.doctor", "--json", *args, cwd=cwd, env=env)
+    return hosts.mpirun(ranks, "-m", "hpcdist", "doctor", "--json", *args, cwd=cwd, env=env)
 
 
 def test_hosts_that_reach_each_other_by_one_of_four_interfaces(hosts):
@@ -77,7 +77,7 @@ FEW = """
     import resource, runpy, sys
     resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
     sys.argv = ["doctor", "--limit", "20"]
-    runpy.run_module("hpcdist.doctor", run_name="__main__", alter_sys=True)
+    runpy.run_module("hpcdist.tools.doctor", run_name="__main__", alter_sys=True)
 """
 
 
@@ -107,7 +107,7 @@ def test_the_wrong_mpi_of_srun(slurm):
     from mpi4py import MPI
 
     wrong = "pmix" if "MPICH" in MPI.Get_library_version() else "pmi2"
-    command = ["srun", "-N2", "-n2", f"--mpi={wrong}", *python(), "-m", "hpcdist.doctor", "--json"]
+    command = ["srun", "-N2", "-n2", f"--mpi={wrong}", *python(), "-m", "hpcdist", "doctor", "--json"]
     job = slurm.run(command, cwd=slurm.folder, env=slurm.mpi_environment())
     verdict, text, fix = finding(job, "MPI_Init")
     assert verdict == "broken"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.jobscript import Shape, write
+from hpcdist.tools.jobscript import Shape, write
 
 pytestmark = pytest.mark.cluster
 

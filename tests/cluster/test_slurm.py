@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from launch import slowness
 
-from hpcdist.jobscript import Shape, write
+from hpcdist.tools.jobscript import Shape, write
 
 pytestmark = pytest.mark.cluster
 

@@ -11,7 +11,7 @@ from launch import DEADLINE, Job
 
 pytestmark = pytest.mark.cluster
 
-COMMAND = ("-m", "hpcdist.stage_env")
+COMMAND = ("-m", "hpcdist", "stage-env")
 MIB = 2**20
 SIZE = 40 * MIB
 STORE = f"/tmp/hpcdist-{os.getuid()}/stage_env"

@@ -23,9 +23,10 @@ from strategies import BACKEND, made, redistributions, rings, structures, transf
 from torch import Tensor
 
 import hpcdist as hd
-from hpcdist.comm import messages, mpi
+from hpcdist.comm import messages
 from hpcdist.layout import limits as sizes
 from hpcdist.process import abort
+from hpcdist.routes import mpi
 from hpcdist.tensors import message as packing
 from hpcdist.tensors.storage import copyable, row_major
 from hpcdist.validation import collective, local

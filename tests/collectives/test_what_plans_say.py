@@ -6,9 +6,9 @@ from collective import assert_on_all_ranks, change_settings
 
 import hpcdist as hd
 from hpcdist.collectives.kept import BEHIND_HEADERS
-from hpcdist.comm import mpi, tuning
-from hpcdist.comm.windows import Windows
-from hpcdist.routes import c10d, hdf5_files
+from hpcdist.comm import tuning
+from hpcdist.comm.node_memory import Windows
+from hpcdist.routes import c10d, hdf5_files, mpi
 from hpcdist.routes.select import Staged
 from hpcdist.tensors import pool
 

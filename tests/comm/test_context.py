@@ -13,7 +13,7 @@ from mpi4py import MPI
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import hpcdist as hd
-from hpcdist.comm import mpi
+from hpcdist.routes import mpi
 
 pytestmark = pytest.mark.mpi
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 from launch import launcher, run
 
-from hpcdist.comm.launcher import VARIABLES, alone, has_rank, nearest, number, on_node, without_launcher
+from hpcdist.launch.launcher import VARIABLES, alone, has_rank, nearest, number, on_node, without_launcher
 
 pytestmark = pytest.mark.once
 

@@ -11,9 +11,9 @@ from launch import finished
 from mpi4py import MPI
 
 import hpcdist as hd
-from hpcdist.comm import mpi, tuning
+from hpcdist.comm import tuning
 from hpcdist.comm.tuning import Place, Rule, Rules, Sample, Tuned, merged, read
-from hpcdist.routes import c10d
+from hpcdist.routes import c10d, mpi
 from hpcdist.runtime.world import team_of
 
 pytestmark = pytest.mark.once

@@ -19,7 +19,7 @@ from launch import commands, finished, mpirun
 from safetensors.torch import load_file, save_file
 
 import hpcdist as hd
-import hpcdist.doctor.__main__ as doctor
+import hpcdist.tools.doctor.__main__ as doctor
 from hpcdist.commands import arrays, conversion, listing
 from hpcdist.commands.arrays import OUTPUTS
 from hpcdist.formats.known import describe
@@ -349,7 +349,7 @@ def test_what_the_parser_refuses_is_one_line(capsys):
         "-o {rank}.npy --window -1": "a number of bytes such as",
         "-o {rank}.npy --dim x\ny": r"invalid int value: 'x\ny'",
     }
-    jobscript = import_module("hpcdist.jobscript").main
+    jobscript = import_module("hpcdist.tools.jobscript").main
     joins = [arrays.parser(what).parse_args for what in ("gather", "concat", "split")]
     wrong = [
         *((ask, f"x.npy {args}", text) for ask in joins for args, text in of_all.items()),

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 from launch import commands, finished
 
-COMPARE = "hpcdist.compare"
+COMPARE = "hpcdist.tools.compare"
 SHAPES = """
 concat float32 8x3 2x3   # the last shape is that of all further ranks
 
@@ -149,8 +149,8 @@ def test_bad_input_is_one_line_with_a_code(jobs):
      "concat float32 3x2 3x4", "concat float32 3 3 3", "redistribute float32 3", "concat float32 3 x"],
 )  # fmt: skip
 def test_bad_lines(line):
-    from hpcdist.compare import parse
     from hpcdist.errors import InputError
+    from hpcdist.tools.compare import parse
 
     assert parse("concat float32 3x2 0x2", 3) == ("concat", "float32", [[3, 2], [0, 2], [0, 2]])
     with pytest.raises(InputError, match=r"HD505"):

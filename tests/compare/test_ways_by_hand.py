@@ -1,4 +1,4 @@
-"""hpcdist.compare: every way to write a call gives what plain indexing gives, and a wrong one is found; the rounds."""
+"""Compare: every way to write a call gives what plain indexing gives, and a wrong one is found; the rounds."""
 
 import time
 from itertools import product
@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from collective import assert_on_all_ranks, raises_on_all_ranks
 
-from hpcdist.compare import CONTENDERS, DTYPES, VERBS, Case
 from hpcdist.errors import HpcdistError
-from hpcdist.runtime.timing import Contender, check, measure
+from hpcdist.tools.compare import CONTENDERS, DTYPES, VERBS, Case
+from hpcdist.tools.timing import Contender, check, measure
 
 pytestmark = pytest.mark.mpi
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from hpcdist.comm.route import Alltoall
 from hpcdist.control.codec import decode, encode
 from hpcdist.formats.contents import Dataset
 from hpcdist.layout import Box
+from hpcdist.routes.route import Alltoall
 
 VALUES = [
     *(None, True, 0, -(2**70), 1.5, 1j, float("inf"), "", "é\n\0", b"", b"\0\xff", [], (), {}),

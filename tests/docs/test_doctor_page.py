@@ -5,8 +5,8 @@ import re
 import sys
 from pathlib import Path
 
-from hpcdist.doctor import checks
 from hpcdist.routes import select
+from hpcdist.tools.doctor import checks
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "fail" / "doctor.md").read_text()
@@ -33,7 +33,7 @@ def test_every_check_says_what_it_means_and_what_to_do():
 def test_every_step_of_the_examination_has_a_fix():
     """A step that hangs or kills its process is a finding of its name."""
     steps = set()
-    for path in (ROOT / "hpcdist" / "doctor").glob("*.py"):
+    for path in (ROOT / "hpcdist" / "tools" / "doctor").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Yield) and isinstance(node.value, ast.Tuple):
                 name = node.value.elts[0]

@@ -3,8 +3,7 @@
 import re
 from pathlib import Path
 
-from hpcdist.comm import launcher
-from hpcdist.runtime import torchrun
+from hpcdist.launch import launcher, torchrun
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "reference" / "variables.md").read_text()

@@ -6,7 +6,7 @@ import shlex
 import pytest
 from launch import finished, launcher, mpirun, python, run, slowness
 
-DOCTOR = ("-m", "hpcdist.doctor")
+DOCTOR = ("-m", "hpcdist", "doctor")
 
 
 def doctor(np, *args, env=None, under=()):
@@ -114,7 +114,7 @@ def test_too_few_files_for_mpi():
 EXAMINE = """
 import runpy, sys
 sys.argv = ["doctor", *sys.argv[1:]]
-runpy.run_module("hpcdist.doctor", run_name="__main__", alter_sys=True)
+runpy.run_module("hpcdist.tools.doctor", run_name="__main__", alter_sys=True)
 """
 
 

@@ -10,9 +10,9 @@ from facts import make
 from launch import mpirun
 
 from hpcdist.control import objects
-from hpcdist.doctor import examine
 from hpcdist.process import machine
 from hpcdist.tensors import accelerator
+from hpcdist.tools.doctor import examine
 
 pytestmark = pytest.mark.once
 
@@ -167,7 +167,7 @@ def test_a_doctor_that_is_interrupted_prints_no_traceback():
     """Nor does the process that examines."""
     job = mpirun(0, code="""
         import os, signal, sys
-        from hpcdist.doctor.__main__ import watch
+        from hpcdist.tools.doctor.__main__ import watch
         def interrupted(ranks):
             yield "a step", 1
             os.kill(os.getpid(), signal.SIGINT)

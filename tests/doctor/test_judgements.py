@@ -5,10 +5,10 @@ import json
 import pytest
 from facts import GIB, change, healthy, ill, mount, port, rank
 
-from hpcdist.doctor.__main__ import report
-from hpcdist.doctor.checks import CHECKS, Finding, judge
-from hpcdist.doctor.examine import launch
 from hpcdist.runtime.cli import ranks_text
+from hpcdist.tools.doctor.__main__ import report
+from hpcdist.tools.doctor.checks import CHECKS, Finding, judge
+from hpcdist.tools.doctor.examine import launch
 
 pytestmark = pytest.mark.once
 
@@ -131,7 +131,7 @@ MADE_UP = {
         "start of Python",
         "warning: Python, torch and hpcdist started in 95.0 s on rank 3 on b: many small files, from the environment "
         "/sw/env (lustre at /sw)",
-        "env=$(srun -n $SLURM_NNODES --ntasks-per-node=1 python -m hpcdist.stage_env ENVIRONMENT)",
+        "env=$(srun -n $SLURM_NNODES --ntasks-per-node=1 python -m hpcdist stage-env ENVIRONMENT)",
     ),
     "long TMPDIR": (("temporary.folder", f"/local/{'x' * 70}"), "TMPDIR", "broken: /local/xxx", "export TMPDIR=/tmp"),
     "no TMPDIR": (

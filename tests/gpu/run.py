@@ -69,13 +69,13 @@ def steps(folder, mpirun):
     (folder / "shapes.txt").write_text("".join(shapes if GPUS else shapes[:1]))
     size, device = ("1G", ("--device", "cuda")) if GPUS else ("1M", ())
     save = ("benchmarks/once.py", "async_save", *device, "--sizes", size, "--folder", "/dev/shm")
-    compare = ("-m", "hpcdist.compare", "--shapes", str(folder / "shapes.txt"), "-o", str(folder / "found.json"))
+    compare = ("-m", "hpcdist", "compare", "--shapes", str(folder / "shapes.txt"), "-o", str(folder / "found.json"))
     hangs = ("tests/gpu/hangs.py", mpirun, "20" if GPUS else "2")
     passed = r"^.*\d+ passed.*$"
     return [
         Step("worlds one after the other", 60, OWN, ("tests/gpu/worlds.py",), "right"),
         Step("worlds, 2 ranks that share a GPU", 60, 2, ("tests/gpu/worlds.py",), "right", share=True),
-        Step("doctor", 60, OWN, ("-m", "hpcdist.doctor"), r"\b0 broken", r"^.*\bbroken.*$"),
+        Step("doctor", 60, OWN, ("-m", "hpcdist", "doctor"), r"\b0 broken", r"^.*\bbroken.*$"),
         hang("sleep"),
         hang("stop"),
         Step("train_ddp", 60, OWN, ("-m", "hpcdist.examples.train_ddp")),

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import forks
 
-from hpcdist.comm.launcher import without_launcher
+from hpcdist.launch.launcher import without_launcher
 
 
 def slowness():

@@ -15,9 +15,9 @@ import pytest
 from launch import Job, run
 from mpi4py import MPI
 
-from hpcdist import jobscript
 from hpcdist.errors import InputError
-from hpcdist.jobscript import KINDS, OTHER_PMIS, PMIS, Shape, main, write
+from hpcdist.tools import jobscript
+from hpcdist.tools.jobscript import KINDS, OTHER_PMIS, PMIS, Shape, main, write
 
 pytestmark = pytest.mark.once
 
@@ -72,7 +72,7 @@ def test_what_is_written(path, capsys):
     if os.environ.get("HPCDIST_TEST_WRITE"):
         path.write_text(text)
     assert text == path.read_text()
-    (told,) = re.findall(r"^# Written by:\s(?:#\s+)?python -m hpcdist.jobscript(.*)$", text, re.MULTILINE)
+    (told,) = re.findall(r"^# Written by:\s(?:#\s+)?python -m hpcdist jobscript(.*)$", text, re.MULTILINE)
     assert written(capsys, shlex.split(told)) == text
     assert not re.search(r".{321}|[ \t]$|\n\n\n", text, re.MULTILINE)
 
@@ -253,7 +253,7 @@ def test_a_time_limit_in_all_of_slurms_ways():
 def test_the_command_writes_a_file_and_needs_no_mpi(tmp_path):
     code = (
         "import runpy, sys; sys.argv = ['', '--nodes', '3', '-o', 'x.sbatch']\n"
-        "runpy.run_module('hpcdist.jobscript', run_name='__main__')\n"
+        "runpy.run_module('hpcdist.tools.jobscript', run_name='__main__')\n"
         "sys.exit('mpi4py' in sys.modules)"
     )
     assert run([sys.executable, "-c", code], tmp_path) == Job(0, "", "")
@@ -263,7 +263,7 @@ def test_the_command_writes_a_file_and_needs_no_mpi(tmp_path):
 def test_words_that_are_not_text_come_back_as_the_bytes_that_they_were(tmp_path):
     """Whatever the encoding of standard output."""
     environ = {**os.environ, "PYTHONUTF8": "1", "PYTHONIOENCODING": "ascii:strict"}
-    command = [sys.executable, "-m", "hpcdist.jobscript", "--", "python", b"a\xff.py", "\u00e9".encode()]
+    command = [sys.executable, "-m", "hpcdist", "jobscript", "--", "python", b"a\xff.py", "\u00e9".encode()]
     done = subprocess.run(command, env=environ, capture_output=True, timeout=60, check=True)
     assert b"program=(python 'a\xff.py' '\xc3\xa9')\n" in done.stdout
     path = tmp_path / "x.sbatch"

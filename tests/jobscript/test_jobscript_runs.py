@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from launch import launcher, run
 
-from hpcdist.comm.launcher import nearest, on_node
-from hpcdist.jobscript import Shape, write
+from hpcdist.launch.launcher import nearest, on_node
+from hpcdist.tools.jobscript import Shape, write
 
 pytestmark = pytest.mark.once
 

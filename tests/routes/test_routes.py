@@ -12,12 +12,12 @@ from collective import assert_on_all_ranks, change_settings, refused, several_ra
 from nccl_rules import STAND_IN
 
 import hpcdist as hd
-from hpcdist.comm import mpi, team as teams
-from hpcdist.comm.route import Alltoall, Vector
+from hpcdist.comm import team as teams
 from hpcdist.comm.tuning import ALGORITHMS, Rule
 from hpcdist.formats import plain
 from hpcdist.layout import limits as sizes
-from hpcdist.routes import c10d, hdf5_files, select
+from hpcdist.routes import c10d, hdf5_files, mpi, select
+from hpcdist.routes.route import Alltoall, Vector
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.validation import collective
 

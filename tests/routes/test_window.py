@@ -10,8 +10,9 @@ from cases import DTYPES, EXTENTS, STRIDES, copy_of, extents_of, part, same_bits
 from collective import assert_on_all_ranks, change_settings, refused
 
 import hpcdist as hd
-from hpcdist.comm import messages, tuning, window
+from hpcdist.comm import messages, tuning
 from hpcdist.layout import limits
+from hpcdist.routes import node_copy as window
 from hpcdist.tensors import shared_memory
 
 pytestmark = pytest.mark.mpi

@@ -150,7 +150,7 @@ def test_a_failure_in_the_background_ends_the_job():
         2,
         code=BEGIN
         + """
-from hpcdist.comm import mpi
+from hpcdist.routes import mpi
 def broken(*args):
     raise OSError("the network is gone")
 if world.rank == 1:

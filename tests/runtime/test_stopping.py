@@ -8,7 +8,7 @@ import pytest
 from launch import finished, mpirun
 from settings import ALL
 
-from hpcdist.comm import launcher
+from hpcdist.launch import launcher
 
 HEAD = """
 import os, signal, sys, threading, time

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from launch import finished, mpirun, python, run
 from mpi4py import MPI
 
-from hpcdist.comm import rendezvous
+from hpcdist.launch import rendezvous
 from hpcdist.tensors.accelerator import shared_gpu
 
 HEAD = """
@@ -102,7 +102,7 @@ for name in given: del os.environ[name]
 """,
     # Each on one rank, in turn: refused on all with one text, and its communicators are freed.
     "wrong arguments": f"""
-from hpcdist.comm import rendezvous
+from hpcdist.launch import rendezvous
 made, both = [], (rendezvous.in_torch_order, rendezvous.Nodes)
 def noting(make): return lambda comm: made.append(make(comm)) or made[-1]
 rendezvous.in_torch_order, rendezvous.Nodes = map(noting, both)
@@ -220,7 +220,7 @@ refused(lambda: hd.init(device="cuda"), "expected cpu or xpu")
 # Ranks on two nodes in turn, with 2 GPUs each, which have addresses; NCCL's group is one of gloo.
 GPUS = """
 from types import SimpleNamespace
-from hpcdist.comm import rendezvous
+from hpcdist.launch import rendezvous
 from hpcdist.runtime import background, registration
 node, count, binds = f"node{rank % 2}", 2, registration.BINDS
 def properties(index):

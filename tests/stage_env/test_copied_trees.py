@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from hpcdist.errors import FileError
-from hpcdist.stage_env import stage
-from hpcdist.stage_env.stage import Packer, relocation, unpack
+from hpcdist.tools.stage_env import stage
+from hpcdist.tools.stage_env.stage import Packer, relocation, unpack
 
 pytestmark = pytest.mark.once
 

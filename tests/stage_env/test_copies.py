@@ -11,8 +11,8 @@ import pytest
 from launch import run
 
 from hpcdist.errors import FileError
-from hpcdist.stage_env import __main__ as command
-from hpcdist.stage_env.stage import Copy, Packer, cleanup, open_folder
+from hpcdist.tools.stage_env import __main__ as command
+from hpcdist.tools.stage_env.stage import Copy, Packer, cleanup, open_folder
 
 pytestmark = pytest.mark.once
 
@@ -55,7 +55,7 @@ def test_what_a_killed_job_has_left_is_removed(packer, folder):
     """By the next job, whatever it stages; a lock of a living process keeps it."""
     code = f"""
         import os
-        from hpcdist.stage_env.stage import Copy, Packer, open_folder
+        from hpcdist.tools.stage_env.stage import Copy, Packer, open_folder
         source = Packer({str(folder.parents[2] / "env")!r}).source
         copy = Copy(open_folder({str(folder.parents[1])!r}), source, "killed")
         copy.prepare()
@@ -118,7 +118,7 @@ def test_each_task_of_an_array_has_a_copy_of_its_own():
 def test_a_path_of_any_bytes_is_printed(encoding, packer, tmp_path):
     local = os.fsencode(tmp_path / "lo\N{LATIN SMALL LETTER C WITH CEDILLA}") + b"\xff"
     os.mkdir(local)
-    words = [sys.executable, "-m", "hpcdist.stage_env", str(tmp_path / "env"), "--to", os.fsdecode(local)]
+    words = [sys.executable, "-m", "hpcdist", "stage-env", str(tmp_path / "env"), "--to", os.fsdecode(local)]
     job = run(["bash", "-c", 'exec "$@" > out', "-", *words], cwd=tmp_path, env={"PYTHONIOENCODING": encoding})
     assert job.status == 0, job.err
     path = (tmp_path / "out").read_bytes().removesuffix(b"\n")

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 from launch import DEADLINE, commands, run
 
-from hpcdist.comm.launcher import without_launcher
 from hpcdist.errors import FileError, InputError, RankError
-from hpcdist.stage_env import stage
-from hpcdist.stage_env.stage import Request, cleanup, unpack
+from hpcdist.launch.launcher import without_launcher
+from hpcdist.tools.stage_env import stage
+from hpcdist.tools.stage_env.stage import Request, cleanup, unpack
 
 pytestmark = pytest.mark.once
 
@@ -273,16 +273,16 @@ def test_the_destination_is_checked_before_anything_is_read(small, tmp_path, mon
 def test_the_command(small, tmp_path):
     """It imports neither torch nor numpy; its path alone is on standard output; errors are one line with status 2."""
     (tmp_path / "local").mkdir()
-    command, env = ["-m", "hpcdist.stage_env"], {"SLURM_JOB_ID": "7"}
+    command, env = ["-m", "hpcdist", "stage-env"], {"SLURM_JOB_ID": "7"}
     ask = [*command, "small", "--to", "local"]
     timed = run([sys.executable, "-X", "importtime", *ask], cwd=tmp_path, env=env)
     assert timed.status == 0, timed.err
     imported = {line.rpartition("|")[2].strip() for line in timed.err.splitlines() if line.startswith("import time:")}
-    assert {"hpcdist.stage_env.stage", "mpi4py"} <= imported
+    assert {"hpcdist.tools.stage_env.stage", "mpi4py"} <= imported
     assert not imported & {"torch", "numpy", "h5py", "tqdm", "psutil"}
     path = Path(timed.out.removesuffix("\n"))
     assert (path / "program").exists() and path.parent.name.endswith("_7")
-    again, nothing = ([*command[1:], *words] for words in (ask[2:], ["nothing"]))
+    again, nothing = ([*command[1:], *words] for words in (ask[3:], ["nothing"]))
     job, missing = commands(2, again, nothing, cwd=tmp_path, env=env)
     assert (job.status, job.out, "1 node had it already" in job.err) == (0, timed.out, True), job
     told = "error: nothing: No such file or directory [HD402] (see python -m hpcdist explain HD402)"

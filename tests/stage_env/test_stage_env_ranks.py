@@ -11,8 +11,8 @@ from collective import assert_on_all_ranks, refused, several_ranks
 from launch import mpirun
 
 from hpcdist.control import objects
-from hpcdist.stage_env import stage
-from hpcdist.stage_env.stage import Request
+from hpcdist.tools.stage_env import stage
+from hpcdist.tools.stage_env.stage import Request
 
 pytestmark = pytest.mark.once
 
@@ -123,7 +123,7 @@ def test_a_disk_that_hangs_ends_the_job(tmp_path):
     code = """
         import os, sys, tarfile, time
         from mpi4py import MPI
-        from hpcdist.stage_env.__main__ import main
+        from hpcdist.tools.stage_env.__main__ import main
         if MPI.COMM_WORLD.rank: os.environ["HPCDIST_TIMEOUT"] = "soon"
         tarfile.TarFile.extract = lambda *_: time.sleep(600)
         sys.exit(main(["data", "--to", "."]))
@@ -139,7 +139,7 @@ def test_the_options_of_rank_0_count(tmp_path):
     code = """
         import sys
         from mpi4py import MPI
-        from hpcdist.stage_env.__main__ import main
+        from hpcdist.tools.stage_env.__main__ import main
         sys.exit(main(["data", "--to", "."] if MPI.COMM_WORLD.rank == 0 else ["no", "--to", "nowhere"]))
     """
     job = mpirun(2, code=code, cwd=tmp_path)

@@ -13,8 +13,8 @@ from collective import refused
 
 import hpcdist as hd
 from hpcdist import staging
-from hpcdist.comm import mpi, window
 from hpcdist.formats import plain
+from hpcdist.routes import mpi, node_copy as window
 from hpcdist.staging.reader import TensorReader
 from hpcdist.tensors.storage import Scratch
 

@@ -1,4 +1,4 @@
-"""hpcdist.trace: who waits for whom, compared with a plain computation; its files and errors; and real runs."""
+"""hpcdist.tools.trace: who waits for whom, compared with a plain computation; its files and errors; and real runs."""
 
 import gzip
 import json
@@ -13,7 +13,7 @@ import pytest
 import torch
 from launch import finished
 
-from hpcdist.trace import main, read
+from hpcdist.tools.trace import main, read
 
 pytestmark = pytest.mark.once
 JOB = "20261125T021530-1a2b3c4d"

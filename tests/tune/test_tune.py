@@ -15,8 +15,8 @@ PROGRAM = """
     import os, sys
     import torch
     import hpcdist as hd
-    import hpcdist.tune as tune
-    from hpcdist.runtime.timing import Timing
+    import hpcdist.tools.tune as tune
+    from hpcdist.tools.timing import Timing
 
     SENDS = {"concat": [0.5] * 5, "gather": [0.96] * 5, "split": [0.6, 0.7, 0.8, 1.3, 1.4], "redistribute": [1] * 5}
 
@@ -109,8 +109,8 @@ def test_bad_input_is_one_line_with_a_code(tmp_path):
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     bad = {name: rf"{name}: .*\[HD402\]" for name in texts} | {"missing/tune.json": r"missing.*\[HD4\d\d\]"}
-    jobs = commands(2, *(["hpcdist.tune", "-o", name] for name in bad), cwd=tmp_path)
-    jobs += commands(0, ["hpcdist.tune"], cwd=tmp_path)
+    jobs = commands(2, *(["hpcdist.tools.tune", "-o", name] for name in bad), cwd=tmp_path)
+    jobs += commands(0, ["hpcdist.tools.tune"], cwd=tmp_path)
     for job, expected in zip(jobs, [*bad.values(), r"two ranks or more.*\[HD505\]"], strict=True):
         assert (job.status, job.out, job.err.count("\n")) == (2, "", 1), job
         assert re.search(expected, job.err), job.err

@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 
-from hpcdist.comm.launcher import number
+from hpcdist.launch.launcher import number
 
 WAYS = {
     "end": sys.exit,

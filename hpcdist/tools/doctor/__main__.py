@@ -1,4 +1,4 @@
-"""``mpirun -n N python -m hpcdist.doctor``: examine a job as it is launched, and report problems with their fixes.
+"""``mpirun -n N python -m hpcdist doctor``: examine a job as it is launched, and report problems with their fixes.
 
 The examination runs in a child process, so that a hang or a crash is a finding, and not the end of the doctor. The
 child is forked before MPI starts and takes this process's place in the job, as a program that a shell script starts
@@ -25,12 +25,12 @@ from typing import NoReturn, TextIO
 
 import psutil
 
-from hpcdist.doctor.checks import ORDER, Facts, Finding, fix_of, judge
-from hpcdist.doctor.examine import Steps, examine, launch
 from hpcdist.process import abort
 from hpcdist.process.streams import escape, printing
 from hpcdist.runtime.commandline import Parser, plural
 from hpcdist.runtime.world import environ, is_first
+from hpcdist.tools.doctor.checks import ORDER, Facts, Finding, fix_of, judge
+from hpcdist.tools.doctor.examine import Steps, examine, launch
 from hpcdist.watch.deadlines import deadline
 
 _LIMIT = 60.0  # seconds
@@ -218,7 +218,7 @@ def _print(text: str, stream: TextIO) -> None:
 
 
 def parser() -> Parser:
-    """Return the parser of python -m hpcdist.doctor. It does not ask MPI, which may be what is broken."""
+    """Return the parser of python -m hpcdist.tools.doctor. It does not ask MPI, which may be what is broken."""
     p = Parser("hpcdist doctor", description=_ABOUT, prints=is_first)
     p.add_argument("--json", action="store_true", help="print the findings as JSON, with the facts of every rank")
     p.add_argument("--verbose", action="store_true", help="print ok findings in full, too")

@@ -1,4 +1,4 @@
-"""The command ``python -m hpcdist.trace DIR``: merge the traces of a run's ranks, and report. It starts no MPI.
+"""The command ``python -m hpcdist trace DIR``: merge the traces of a run's ranks, and report. It starts no MPI.
 
 :func:`read` reads the files of the ranks, and computes which ranks wait for which, by their arrivals at each
 collective. :func:`merge` writes all calls, and torch.profiler's traces beside them, as one trace for Perfetto and
@@ -215,13 +215,13 @@ def main(words: list[str]) -> None:
 
 
 def parser() -> Parser:
-    """Return the parser of python -m hpcdist.trace. It runs on login nodes, and does not ask MPI for the rank."""
+    """Return the parser of python -m hpcdist.tools.trace. It runs on login nodes, and does not ask MPI for the rank."""
     p = Parser(
         prog="hpcdist trace",
         description="Report which rank the others waited for, in a run with HPCDIST_TRACE=DIR. Write the same with "
         "pictures to DIR/report.html, and all calls to DIR/perfetto.json.gz, for ui.perfetto.dev and chrome://tracing, "
         "with the profiles of torch.profiler that are in DIR.",
-        epilog="example: python -m hpcdist.trace traces",
+        epilog="example: python -m hpcdist trace traces",
         prints=lambda: True,
     )
     p.add_argument("folder", type=path, metavar="DIR", help="folder with the traces of all ranks")

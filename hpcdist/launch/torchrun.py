@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from hpcdist.comm import launcher
 from hpcdist.control import objects
 from hpcdist.errors import coded
+from hpcdist.launch import launcher
 from hpcdist.tensors import accelerator
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpcdist.comm.rendezvous import Nodes
+    from hpcdist.launch.rendezvous import Nodes
 
 _ADDRESS, _PORT, _THREADS = "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 from torch import Tensor
 
-from hpcdist.comm import window
 from hpcdist.comm.messages import memory, pieces, start
-from hpcdist.comm.route import Alltoall, Message, Method, Route, Vector, cut, nothing, others
 from hpcdist.comm.tuning import ALGORITHMS
 from hpcdist.control import objects
 from hpcdist.layout import limits
+from hpcdist.routes import node_copy as window
+from hpcdist.routes.route import Alltoall, Message, Method, Route, Vector, cut, nothing, others
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import as_bytes
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, Literal
 
-from hpcdist.comm import launcher, rendezvous
+from hpcdist.launch import launcher, rendezvous
 from hpcdist.routes import select
 from hpcdist.runtime.cli import ranks_text
 from hpcdist.runtime.commandline import plural, show_bytes
@@ -186,7 +186,7 @@ def some(texts: Sequence[str], count: int, what: str) -> str:
 
 
 GLOO = rendezvous.GLOO
-_MORE = "to start more: mpirun -n 4 python ..., or a job script: python -m hpcdist.jobscript"
+_MORE = "to start more: mpirun -n 4 python ..., or a job script: python -m hpcdist jobscript"
 _SAME = "one environment for all nodes, in a folder that they share; load the same modules in the job script"
 _CONTAINERS = (
     "containers must share the host's name and IPC, as Apptainer's do (docker run --ipc=host --uts=host); then MPI "
@@ -290,7 +290,7 @@ def _versions(facts: Facts) -> Verdict:
 
 @Check(
     "software", "start of Python", "start prefix",
-    fix="a copy on each node: `env=$(srun -n $SLURM_NNODES --ntasks-per-node=1 python -m hpcdist.stage_env "
+    fix="a copy on each node: `env=$(srun -n $SLURM_NNODES --ntasks-per-node=1 python -m hpcdist stage-env "
     "ENVIRONMENT) && srun $env/bin/python ...`; or a container image: `apptainer build env.sif`",
 )  # fmt: skip
 def _start(ranks: Ranks) -> Verdict:

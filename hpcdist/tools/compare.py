@@ -1,4 +1,4 @@
-"""The command ``mpirun -n N python -m hpcdist.compare``: time a user's calls, by hand and with hpcdist, and report.
+"""The command ``mpirun -n N python -m hpcdist compare``: time a user's calls, by hand and with hpcdist, and report.
 
 First the data of a call, and common ways to write it by hand. Each is correct for ragged shards. Only preallocated
 mpi4py and torch's lists have the counts of all ranks in advance; the others exchange them, as a program must.
@@ -34,10 +34,10 @@ from hpcdist.formats.paths import check_target, file_errors, read_json, write_er
 from hpcdist.layout import Split
 from hpcdist.runtime.cli import Table, progress, run, write_page
 from hpcdist.runtime.commandline import Parser, path, plural, show_bytes
-from hpcdist.runtime.timing import Contender, Spread, Timing, measure
 from hpcdist.runtime.world import World
 from hpcdist.tensors import accelerator
-from hpcdist.trace import read
+from hpcdist.tools.timing import Contender, Spread, Timing, measure
+from hpcdist.tools.trace import read
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -522,13 +522,13 @@ def _reported(args: argparse.Namespace, record: dict[str, Any]) -> str:
 
 
 def parser() -> Parser:
-    """Return the parser of python -m hpcdist.compare."""
+    """Return the parser of python -m hpcdist.tools.compare."""
     p = Parser(
         prog="hpcdist compare",
         description="Time calls of given shapes, written by hand with mpi4py and torch (gloo, or nccl on GPUs), and "
         "with hpcdist. Runs are interleaved, the slowest rank counts, and each result is checked once. Print a table "
         "for each case, and write it as JSON and as a page with pictures. With two such files, compare them.",
-        epilog="example: mpirun -n 4 python -m hpcdist.compare --shapes shapes.txt",
+        epilog="example: mpirun -n 4 python -m hpcdist compare --shapes shapes.txt",
     )
     p.add_argument("files", nargs="*", type=path, metavar="FILE", help="two files to compare, the older one first")
     which = p.add_mutually_exclusive_group()

@@ -1,4 +1,4 @@
-"""The command ``python -m hpcdist.stage_env``. It imports no torch: it runs from the slow file system."""
+"""The command ``python -m hpcdist stage-env``. It imports no torch: it runs from the slow file system."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import re
 import sys
 from collections.abc import Mapping
 
-from hpcdist.comm import launcher
 from hpcdist.control import objects
 from hpcdist.errors import HpcdistError, InputError
+from hpcdist.launch import launcher
 from hpcdist.process import abort, streams
 from hpcdist.runtime.commandline import BAD_INPUT, Parser, line, path, plural, show_bytes
-from hpcdist.stage_env.stage import VERB, Request, Staged, cleanup, stage
+from hpcdist.tools.stage_env.stage import VERB, Request, Staged, cleanup, stage
 from hpcdist.watch.deadlines import deadline, starting_mpi
 
 _NAME = "hpcdist stage-env"
@@ -30,7 +30,7 @@ def parser() -> Parser:
         prog=_NAME,
         description="Copy an environment, a folder or a file from a shared file system to every node's own disk. One "
         "rank reads it, and MPI sends it. Print the path of the copies.",
-        epilog="example: env=$(srun -n $SLURM_NNODES --ntasks-per-node=1 python -m hpcdist.stage_env /shared/venv) && "
+        epilog="example: env=$(srun -n $SLURM_NNODES --ntasks-per-node=1 python -m hpcdist stage-env /shared/venv) && "
         'srun "$env/bin/python" train.py. See docs/do/stage-env.md.',
         prints=lambda: launcher.number(os.environ) == 0,
     )

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from hpcdist import activity, layout
 from hpcdist.comm import messages
-from hpcdist.comm.route import Ints, Message, Method
-from hpcdist.comm.windows import Topology, Window
+from hpcdist.comm.node_memory import Topology, Window
 from hpcdist.layout import Box, limits
+from hpcdist.routes.route import Ints, Message, Method
 from hpcdist.tensors.storage import as_bytes, copyable, row_major
 
 if TYPE_CHECKING:

@@ -478,7 +478,7 @@ def cleanup(path: str) -> None:
     found = re.fullmatch(rf"(.*)/hpcdist-{os.getuid()}/stage_env/[0-9a-f]{{16}}(_[^/]+)?", folder)
     made = found is not None and all(os.path.lexists(f"{folder}/{known}") for known in (name, MANIFEST))
     if found is None or (not made and os.path.isdir(folder)):
-        raise InputError("HD402", f"{path}: not a copy that hpcdist.stage_env has made for this user")
+        raise InputError("HD402", f"{path}: not a copy that hpcdist.tools.stage_env has made for this user")
     if made:
         open_folder(found[1])
         try:

@@ -1,4 +1,4 @@
-"""The command ``mpirun -n N python -m hpcdist.tune``: measure algorithms, and write the rules that choose them."""
+"""The command ``mpirun -n N python -m hpcdist tune``: measure algorithms, and write the rules that choose them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 from hpcdist.comm import tuning
 from hpcdist.comm.team import Team
 from hpcdist.comm.tuning import ALGORITHMS, Place, Rule, Rules, Sample, Tuned
-from hpcdist.compare import Case, ours
 from hpcdist.control import objects
 from hpcdist.errors import InputError
 from hpcdist.formats.paths import check_target, read_json, write_text
 from hpcdist.runtime.cli import progress, run, table
 from hpcdist.runtime.commandline import Parser, path, plural, show_bytes
-from hpcdist.runtime.timing import Contender, measure, spread
 from hpcdist.runtime.world import World, team_of
+from hpcdist.tools.compare import Case, ours
+from hpcdist.tools.timing import Contender, measure, spread
 
 _VERBS = {"allgatherv": "concat", "gatherv": "gather", "scatterv": "split", "alltoallv": "redistribute"}
 _TOTALS = [2**14, 2**17, 2**20, 2**23, 2**26]  # bytes
@@ -174,13 +174,13 @@ def _report(place: Place, found: dict[str, list[Rule]], checks: list[_Check]) ->
 
 
 def parser() -> Parser:
-    """Return the parser of python -m hpcdist.tune."""
+    """Return the parser of python -m hpcdist.tools.tune."""
     p = Parser(
         prog="hpcdist tune",
         description="Measure the algorithms of route mpi for concat, gather, split and redistribute, on these ranks, "
         "and write rules for HPCDIST_TUNE. A rule replaces the default only where it is faster by 5 % and beyond the "
         "noise. Other sizes check the rules. Rules of other numbers of nodes and ranks in the file stay.",
-        epilog="example: mpirun -n 4 python -m hpcdist.tune -o tune.json",
+        epilog="example: mpirun -n 4 python -m hpcdist tune -o tune.json",
     )
     p.add_argument(
         "-o", "--output", type=path, default="tune.json", metavar="FILE", help="file to write (default tune.json)"

@@ -1,4 +1,4 @@
-"""The command ``python -m hpcdist.jobscript``: write a job script for Slurm, PBS, Flux or LSF.
+"""The command ``python -m hpcdist jobscript``: write a job script for Slurm, PBS, Flux or LSF.
 
 It needs neither MPI nor a scheduler. The texts are the templates in templates/. The scripts in jobscripts/ are exactly
 what :func:`write` returns. Here are the shape of a job, which shapes no job can have, and what differs between the
@@ -26,7 +26,7 @@ from hpcdist.process.streams import pass_bytes_on, printing
 from hpcdist.runtime.commandline import Parser, path
 
 _TEMPLATES = jinja2.Environment(
-    loader=jinja2.PackageLoader("hpcdist"),
+    loader=jinja2.PackageLoader("hpcdist.tools"),
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
@@ -371,7 +371,7 @@ def option(of: Field[Any]) -> str:
 
 def _written_by(shape: Shape) -> str:
     """Return the command line that writes this script."""
-    words = ["python", "-m", "hpcdist.jobscript", "--kind", shape.kind]
+    words = ["python", "-m", "hpcdist", "jobscript", "--kind", shape.kind]
     for of in fields(shape):
         value = getattr(shape, of.name)
         if of.name not in ("kind", "command") and value != of.default:
@@ -426,11 +426,11 @@ def _printed(command: list[str]) -> str:
 
 
 def parser() -> Parser:
-    """Return the parser of python -m hpcdist.jobscript. It runs on login nodes, and does not ask MPI for the rank."""
+    """Return the parser of hpcdist jobscript. It runs on login nodes, and does not ask MPI for the rank."""
     p = Parser(
         prog="hpcdist jobscript",
         description="Write a job script. Without options it is for Slurm, and 2 nodes with 4 CPU ranks each.",
-        epilog="example: python -m hpcdist.jobscript --nodes 4 --gpus-per-node 8 -o job.sbatch -- python train.py",
+        epilog="example: python -m hpcdist jobscript --nodes 4 --gpus-per-node 8 -o job.sbatch -- python train.py",
         argument_default=argparse.SUPPRESS,
         prints=lambda: True,
     )

@@ -32,10 +32,9 @@ from torch.utils.data import DataLoader
 
 from hpcdist import staging
 from hpcdist.collectives.join import concat
-from hpcdist.comm import launcher, rendezvous
 from hpcdist.control import objects
-from hpcdist.doctor.checks import Facts, known, socket_problem
 from hpcdist.errors import HpcdistError, reason
+from hpcdist.launch import launcher, rendezvous
 from hpcdist.process import machine
 from hpcdist.process.startup import __version__
 from hpcdist.routes import select
@@ -43,6 +42,7 @@ from hpcdist.runtime import world
 from hpcdist.runtime.cli import placed, timed
 from hpcdist.runtime.world import World, environ
 from hpcdist.tensors import accelerator
+from hpcdist.tools.doctor.checks import Facts, known, socket_problem
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -1,0 +1,1 @@
+"""How the processes of a job begin: launchers, the meeting of the ranks, torchrun's variables."""

@@ -1,0 +1,1 @@
+"""Commands around a job; none runs inside a call."""
