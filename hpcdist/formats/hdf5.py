@@ -36,14 +36,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist import activity
 from hpcdist.errors import FileError, listed, reason, refusal
 from hpcdist.formats.contents import UNREADABLE, Contents, Dataset, FileMap, Format, Identity, Slices, Stored, Table
 from hpcdist.formats.paths import check_regular, check_unicode, file_errors
 from hpcdist.formats.plain import Raw, digest
 from hpcdist.layout import Box
 from hpcdist.layout.box import Ints
-from hpcdist.process.limit import ended_after
+from hpcdist.process.limit import ended_at_deadline
 from hpcdist.tensors.storage import BARE, DTYPES
 
 GROUP = "_hpcdist"
@@ -203,8 +202,7 @@ def opened(path: str) -> Iterator[Any]:
     """
     import h5py
 
-    limit = activity.lone_limit
-    with nullcontext() if limit is None else ended_after(limit):
+    with ended_at_deadline():
         # HDF5 2.0 does not open a descriptor's path once the file has another name, or none; h5py reads one by Python.
         by_fd = path.startswith("/proc/self/fd/")
         with open(path, "rb", buffering=0) if by_fd else nullcontext(path) as source:

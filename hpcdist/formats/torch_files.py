@@ -19,7 +19,7 @@ import warnings
 import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
-from enum import EnumMeta
+from functools import cache
 from math import prod
 from operator import index
 from pathlib import Path, PurePosixPath
@@ -37,6 +37,7 @@ from hpcdist.formats.contents import Contents, Format, Identity, Parts, Slices, 
 from hpcdist.formats.paths import file_errors, utf8_path
 from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
+from hpcdist.process.limit import ended_at_deadline
 
 METADATA = ".metadata"  # of a folder
 
@@ -82,7 +83,7 @@ def _load(path: str, file: IO[bytes] | None = None, **how: Any) -> Any:
     Args:
         file: what is read in its place.
     """
-    with file_errors(path), warnings.catch_warnings(), utf8_path(path) as known:
+    with file_errors(path), ended_at_deadline(), warnings.catch_warnings(), utf8_path(path) as known:
         warnings.simplefilter("ignore")  # of a pickle that torch did not write
         if file is not None:
             file.seek(0)
@@ -195,12 +196,10 @@ _MODULE = "torch.distributed.checkpoint.metadata"
 _CLASSES = {
     _MODULE: {
         *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-        *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+        *("TensorProperties", "StorageMeta"),
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},  # torch < 2.3
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
+    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties"},  # torch < 2.3
 }
 
 
@@ -223,7 +222,7 @@ def _metadata(path: str) -> Any:
     """The description of a folder; a FileError if it is damaged."""
     from torch.distributed.checkpoint.metadata import Metadata
 
-    with file_errors(path):
+    with file_errors(path), ended_at_deadline():  # its keys can be such that their hashes take for ever
         content = Path(path).read_bytes()
         _check_pickle(content)
         held = _Unpickler(io.BytesIO(content)).load()
@@ -252,7 +251,7 @@ def _stored(path: str, name: str, entry: Any, where: Mapping[Any, Any], files: d
         raise FileError("HD511", f"{path}: {name}: is stored in a way that is not known")
     shape, dtype, used, rows = tuple(map(index, entry.size)), entry.properties.dtype, list[str](), []
     for chunk in entry.chunks:
-        corner, place = tuple(chunk.offsets), where.get(MetadataIndex(name, chunk.offsets))
+        corner, place = tuple(chunk.offsets), where.get(_sealed(MetadataIndex)(name, chunk.offsets))
         if place is None:
             what = f"{METADATA} does not say where its part at {corner} is"
             raise FileError("HD510", f"{path}: {name}: incomplete: {what}")
@@ -288,15 +287,20 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _CLASSES.get(module, ()):
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return _sealed(super().find_class(module, name))
+        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
-        return _enum_member if name == "getattr" else _Other
+        return _Other
 
 
-def _enum_member(of: object, name: str) -> object:
-    """Return a member of one of the enums above, which Python 3.11.0 to 3.11.3 pickle as ``getattr(enum, name)``."""
-    return of[name] if isinstance(of, EnumMeta) else _Other()
+@cache
+def _sealed(of: type[Any]) -> type[Any]:
+    """A subclass that is restored as pickle would, except that its method keeps a pickle from changing the class."""
+
+    def restore(self: Any, state: Any) -> None:
+        vars(self).update(state if isinstance(state, dict) else {"dtype": state[0]})  # a tuple is of TensorProperties
+
+    return type(of.__name__, (of,), {"__setstate__": restore})
 
 
 class _Other:

@@ -6,9 +6,10 @@ import ctypes
 import faulthandler
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from hpcdist import activity
 from hpcdist.activity import procstat
 
 
@@ -43,3 +44,10 @@ def ended_after(seconds: float) -> Iterator[None]:
     finally:
         _function("timer_delete")(timer)
         faulthandler.unregister(number)
+
+
+def ended_at_deadline() -> AbstractContextManager[None]:
+    """A context in which a rank without others ends itself at the deadline of calls. Other ranks would see that it is
+    stuck."""
+    limit = activity.lone_limit
+    return nullcontext() if limit is None else ended_after(limit)
