@@ -70,6 +70,14 @@ def target_path(path: Any) -> str:
     return text
 
 
+def hdf5_path(path: Any) -> str:
+    """As :func:`target_path`, where an HDF5 file alone will do."""
+    target = target_path(path)
+    if target.endswith(safetensors.SUFFIX):
+        raise ArgumentError("HD418", f"path is {target!r}, but an HDF5 file is written: let it end with .h5")
+    return target
+
+
 def shard_size(value: Any, path: str) -> int | None:
     """Return the bytes of ``max_shard_size``; None stands for one file.
 

@@ -62,7 +62,7 @@ from hpcdist.formats.paths import sync
 from hpcdist.layout import Box
 from hpcdist.layout.box import Listed
 from hpcdist.runtime.background import join_uploads
-from hpcdist.staging.arguments import flatten, shape_and_dtype
+from hpcdist.staging.arguments import flatten, hdf5_path, shape_and_dtype
 from hpcdist.staging.drivers import PartFile
 from hpcdist.staging.pieces import outgoing, piece_limit
 from hpcdist.staging.reader import NAPS, OpenFiles, TensorReader, open_files
@@ -306,8 +306,8 @@ class HDF5Writer(_OneFile, StorageWriter):
         super().reset(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Wait for earlier saves to the same file."""
-        wait_for(self._path)
+        """Check the name of the file, and wait for earlier saves to it."""
+        wait_for(hdf5_path(self._path))
         if not kwargs.get("use_collectives", True):
             raise refusal(
                 ValueError, "HD419", "use_collectives=False is for one file per rank; one file needs all to agree"

@@ -31,9 +31,9 @@ from hpcdist.staging.arguments import (
     check_memory,
     check_out,
     flatten,
+    hdf5_path,
     positive,
     shape_and_dtype,
-    target_path,
 )
 from hpcdist.staging.pieces import MOST_PIECES, PIECE
 from hpcdist.staging.reader import TensorReader, open_files
@@ -218,12 +218,7 @@ class WriteFile:
             specs = {name: shape_and_dtype(name, spec, limit) for name, spec in flatten(tensors or {}).items()}
             check_attrs(attrs, specs)
             given = {name: dict(values) for name, values in (attrs or {}).items()}
-            target = target_path(path)
-            if target.endswith(".safetensors"):
-                raise local.ArgumentError(
-                    "HD418", f"path is {target!r}, but an HDF5 file is written: let it end with .h5"
-                )
-            return {"path": target, "window": limit, "tensors": specs}, given
+            return {"path": hdf5_path(path), "window": limit, "tensors": specs}, given
 
         with agreed(team, VERB, check) as (mine, given):
             same, _ = objects.same(team.comm, VERB, mine, mine, objects.first_difference)

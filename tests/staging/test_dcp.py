@@ -372,6 +372,8 @@ def test_what_is_refused(world, folder, path):
         ({"a/": x}, {}, "cannot be a name in an HDF5 file"),
         ({"_hpcdist": x}, {}, "hpcdist's own"),
         ({"x": x}, {"checkpoint_id": folder / "no" / "x.h5"}, "no such folder"),
+        ({"n": 3}, {"checkpoint_id": folder / "x.safetensors"}, "an HDF5 file is written"),  # it would hold no values
+        ({"x": x}, {"checkpoint_id": folder / "x.npy"}, "an HDF5 file is written"),
     ):
         failure(world, lambda s=state, o=options: dcp.save(s, storage_writer=HDF5Writer(path), **o), text)
     alone = lambda: dcp.save({}, storage_writer=HDF5Writer(path), use_collectives=False)  # noqa: E731
