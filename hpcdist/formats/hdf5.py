@@ -286,6 +286,8 @@ def _stored(
                 external[name] = why
                 continue
             shape, dtype = dataset.shape, _dtype_of(dataset)
+            if (lacking := _lacking(dataset, made)) is not None:
+                raise LookupError(lacking)
         except Exception as error:  # each kind of damage has its own
             others[name] = f"{UNREADABLE}: {reason(error)}"
             if name in planned:
@@ -380,6 +382,21 @@ def _external(made: Any) -> str | None:
         return "is a virtual dataset: it is made of other datasets, which are read only where they are"
     if made.get_external_count() > 0:
         return f"has its data in another file ({_text(made.get_external(0)[0])}), which is not read"
+    return None
+
+
+def _lacking(dataset: Any, made: Any) -> str | None:
+    """Which filter of a dataset, made with these properties, this HDF5 does not have; None if its data can be read."""
+    from h5py import h5z
+
+    for i in range(made.get_nfilters()):
+        code, _, _, name = made.get_filter(i)
+        if (
+            not h5z.filter_avail(code)
+            and dataset.get_num_chunks()
+            and not dataset.get_chunk_info(0).filter_mask >> i & 1
+        ):
+            return f"it is packed by filter {code} ({_text(name)}), which this HDF5 library does not have"
     return None
 
 

@@ -192,6 +192,20 @@ def test_what_a_check_can_find_is_found(tmp_path):
             read("sparse.h5")
 
 
+def test_a_filter_that_is_not_installed():
+    """As that of PyTables' blosc often is; a chunk that its writer has not packed is read."""
+    with h5py.File("packed.h5", "w") as file:
+        for name, mask in (("x", 0), ("plain", 1)):
+            made = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            made.set_chunk((6,))
+            made.set_filter(32099, h5py.h5z.FLAG_OPTIONAL)
+            dataset = h5py.h5d.create(file.id, name.encode(), h5py.h5t.NATIVE_FLOAT, h5py.h5s.create_simple((6,)), made)
+            dataset.write_direct_chunk((0,), X.numpy().tobytes(), mask)
+    with pytest.warns(UserWarning, match=r"left out: x \(cannot be read: it is packed by filter 32099"):
+        assert hd.staging.load("packed.h5")["plain"].tolist() == X.tolist()
+    assert list(describe("packed.h5").left_out) == ["x"]
+
+
 def test_damage_that_is_met_later(world, capsys):
     """Of compressed data, or of a file that is cut while it is open: named, and all that is damaged by verify."""
     with h5py.File("packed.h5", "w") as file:
