@@ -276,10 +276,14 @@ class Transfer(Finished):
     def _complete(self, block: bool) -> bool:
         while self._requests:
             request = self._requests[0]
-            if block:
-                request.Wait(self._status)
-            elif not request.Test(self._status):
-                return False
+            try:
+                if block:
+                    request.Wait(self._status)
+                elif not request.Test(self._status):
+                    return False
+            except MPI.Exception as error:  # kept for wait(): another call may have looked at this message
+                why = MPI.Get_error_string(error.Get_error_class())
+                self._error = refusal(RuntimeError, "HD301", f"{self._verb} of {self._memory.nbytes} bytes: {why}")
             self._requests.pop(0)
             if self._out is not None:
                 self._received += self._status.Get_count(MPI.BYTE)
@@ -287,7 +291,7 @@ class Transfer(Finished):
                 comm, source, tag = self._team.side_comm, self._status.Get_source(), self._status.Get_tag()
                 self._requests = [comm.Irecv(piece, source, tag) for piece in self._later]
                 self._later = ()
-        if self._out is not None:
+        if self._out is not None and self._error is None:
             self._finish(self._out)
         self._completed = True
         return True

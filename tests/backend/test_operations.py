@@ -229,6 +229,21 @@ def test_a_message_of_another_size_is_an_error(rank):
             dist.recv(torch.zeros(5), 1)
 
 
+@several_ranks
+def test_a_message_that_is_too_long_is_an_error_of_its_own_receive(rank):
+    if rank == 0:
+        dist.send(torch.ones(5), 1)
+        dist.send(torch.ones(1), 1, tag=1)
+        dist.recv(torch.zeros(1), 1)
+    elif rank == 1:
+        work = dist.irecv(torch.zeros(3), 0)
+        dist.recv(torch.zeros(1), 0, tag=1)  # the long message has arrived as well
+        dist.send(torch.ones(1), 0)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"of 12 bytes.*HD301"):
+                work.wait()
+
+
 def test_groups(rank, size, findings):
     for ranks in ([size - 1], list(range(size))[::-1], list(range(0, size, 2))):
         group = dist.new_group(ranks)
