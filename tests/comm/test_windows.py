@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import hpcdist as hd
 from hpcdist.activity import procstat
-from hpcdist.comm import windows
+from hpcdist.comm import node_memory
 from hpcdist.process import machine
 
 SIZE = 50_000
@@ -20,7 +20,7 @@ SIZE = 50_000
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 4097, 10**6, 2**26, 2**26 + 1, 3 * 10**9])
 def test_capacities(nbytes):
-    found = windows._capacity(nbytes)
+    found = node_memory._capacity(nbytes)
     assert found % 4096 == 0 and nbytes <= found < nbytes * 17 / 16 + 4096
 
 
@@ -95,7 +95,7 @@ def test_what_nobody_holds_is_given_back(world, group, findings):
     expected = torch.arange(world.world_size, dtype=torch.float32).repeat_interleave(SIZE)
     findings.check(torch.equal(other, expected), "the one that was held changed")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(windows, "KEPT", int(1.5 * nbytes))
+        patch.setattr(node_memory, "KEPT", int(1.5 * nbytes))
         del whole, other
         end = time.monotonic() + 20
         while time.monotonic() < end and world.comm.allreduce(taken(), op=MPI.MAX) >= 1.5 * nbytes:
@@ -122,13 +122,13 @@ def test_the_systems_own_refusal_is_no_signal(world, group, findings):
 @pytest.mark.mpi
 def test_the_number_of_windows_is_bounded(world, group, findings):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(windows, "SLOTS", 3)
+        patch.setattr(node_memory, "SLOTS", 3)
         held = [_concat(world, group, findings, "None") for _ in range(3)]
         _concat(world, group, findings, "windows are held already")
         held.pop()
         world.comm.Barrier()
         _concat(world, group, findings, "None")
-        patch.setattr(windows, "KEPT", 0)
+        patch.setattr(node_memory, "KEPT", 0)
         held.clear()
         world.comm.Barrier()
         other = hd.concat(torch.ones(2 * SIZE), shared=True, group=group)
@@ -140,7 +140,7 @@ def test_the_number_of_windows_is_bounded(world, group, findings):
 def test_few_windows_that_nobody_holds_are_kept(world, group, findings):
     """Each takes descriptors, however small it is: results of many sizes, held and then dropped."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(windows, "SPARE", 2)
+        patch.setattr(node_memory, "SPARE", 2)
         for count in (6, 7):
             held = [
                 hd.concat(torch.ones(SIZE * (10 + count) * (i + 2)), shared=True, group=group) for i in range(count)
