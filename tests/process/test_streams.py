@@ -36,7 +36,7 @@ def test_a_command_goes_on_when_nobody_reads_it(command, tmp_path):
     assert job.err == f"hpcdist {command}: error: standard output: No space left on device [HD410]\n" * full
 
 
-COMMANDS = ("", ".concat", " doctor", " explain", ".gather", ".jobscript", " ls", ".split", ".stage_env")
+COMMANDS = ("", ".concat", " doctor", " explain", ".gather", " jobscript", " ls", ".split", " stage-env")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
