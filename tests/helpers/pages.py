@@ -145,7 +145,7 @@ def _command(page, line, text, mark):
         raise ValueError(f"{page}:{line}: neither a Python program nor in NOT_RUN: {text}")
     number = re.search(r" -n (\d+)", found["options"] or "")
     np = int(number[1]) if number else 1 if found["options"] else 0
-    alone = bool(mark or env or re.search(r"hpcdist\.(run|doctor)\b", words))
+    alone = bool(mark or env or re.search(r"hpcdist[. ](run|doctor)\b", words))
     return Run(page, line, np, shlex.split(found["words"]), fails=mark == "fails", alone=alone, env=env)
 
 
