@@ -39,7 +39,8 @@ PYTHONS = {name for name in dir(builtins) if name.endswith("Error")}
 # Python's own errors that need no code: they are caught within the package, which says more, or are a fault of it.
 WITHOUT = {
     "errors.explain", "comm.node_memory", "commands.arrays", "control.codec", "formats.torch_files",
-    "formats.numpy_files", "layout.box_sequences", "activity.procstat", "horovod", "comm.tuning", "watch.ras", "formats.hdf5",
+    "formats.numpy_files", "layout.box_sequences", "activity.procstat", "horovod", "comm.tuning", "watch.ras",
+    "formats.hdf5",
 }  # fmt: skip
 
 
