@@ -162,7 +162,7 @@ def not_compiled(public: Iterable[object]) -> None:
 handle_of_storage = _attribute(
     "torch:UntypedStorage._cdata",
     "counts the references to a block of the pool",
-    "no pool: large results take new memory each time (hpcdist.memory.stats() says so)",
+    "no pool: large results take new memory each time (hpcdist.memory.memory_stats() says so)",
 )
 references_of_storage = _name("torch._C:_storage_Use_Count", *NAMES[-1][1:])
 base_of = _attribute("torch:Tensor._base", *NAMES[-1][1:])
@@ -308,11 +308,6 @@ class Place(NamedTuple):
     owner: Any  # a module, or a dict
     name: str
 
-    @property
-    def value(self) -> Any:
-        """What is there now."""
-        return self.owner[self.name] if isinstance(self.owner, dict) else getattr(self.owner, self.name)
-
 
 def _place(path: str, use: str, without: str) -> Place | None:
     """Enter the place of a private name in the table; None if this torch does not have it."""
@@ -323,7 +318,7 @@ def _place(path: str, use: str, without: str) -> Place | None:
 group_maker = _place(
     "torch.distributed.distributed_c10d:_new_process_group_helper",
     "groups of gloo and NCCL find the network interfaces by which the ranks have met; hpcdist run --mpi replaces gloo",
-    "gloo and NCCL choose their interfaces by themselves, and hpcdist run --mpi is refused (HD102)",
+    "gloo and NCCL choose their interfaces by themselves, and hpcdist run --mpi leaves gloo as it is",
 )
 group_register = _place(
     "torch.distributed.distributed_c10d:_register_process_group",

@@ -194,9 +194,9 @@ class Join(Joining, Plannable):
         self.bind(team, call, agreed, Parts(cut.shape, cut.dtype, sources, dests, recvs))
 
     def in_window(self, team: Team) -> Tensor | None:
-        from hpcdist.routes import node_copy as window  # which imports MPI
+        from hpcdist.routes import node_copy  # which imports MPI
 
-        return window.concat(team, self.sent, [box for (box,) in self._blocks.boxes], self._blocks.shape, self._dim)
+        return node_copy.concat(team, self.sent, [box for (box,) in self._blocks.boxes], self._blocks.shape, self._dim)
 
     def move(self, team: Team) -> Tensor | None:
         cut, shard, receives = self._blocks, self.sent, self._root in (-1, team.rank)

@@ -150,11 +150,11 @@ def _described(name: str, op: Plannable, team: Team, agreed: Agreed) -> Plan:
 
 def _shared(team: Team, nbytes: int, otherwise: Method) -> Method:
     """Return how data of `nbytes` in all move to a result that nodes are to share, as far as is known. Collective."""
-    from hpcdist.routes import node_copy as window  # which imports MPI
+    from hpcdist.routes import node_copy  # which imports MPI
 
-    refusal = window.refusal(team, nbytes)
+    refusal = node_copy.refusal(team, nbytes)
     if refusal is None:
-        return window.SHARED
+        return node_copy.SHARED
     reasons = filter(None, [f"the result is not shared: {refusal}", otherwise.reason])
     return otherwise._replace(reason="; ".join(reasons))
 

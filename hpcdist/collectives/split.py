@@ -166,9 +166,9 @@ class Scatter(Plannable):
         self.bind(team, call, agreed, parts, prefix_of(2 + len(cut.shape) + team.size), keep=agreed.inline)
 
     def in_window(self, team: Team) -> Tensor | None:
-        from hpcdist.routes import node_copy as window  # which imports MPI
+        from hpcdist.routes import node_copy  # which imports MPI
 
-        return window.split(team, self.sent, [box for (box,) in self._blocks.boxes], self._blocks.dtype, self._root)
+        return node_copy.split(team, self.sent, [box for (box,) in self._blocks.boxes], self._blocks.dtype, self._root)
 
     def forward(self, team: Team) -> Any:
         return super().forward(team) if self._structure is None else self._structure.forward(team)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 
@@ -24,7 +25,13 @@ class Replaced:
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Replace an attribute of a module or class, or an item of a dict."""
-        self._before.append((owner, name, _read(owner, name), value))
+        self.wrap(owner, name, lambda _: value)
+
+    def wrap(self, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+        """Replace one by what `around` makes of it."""
+        before = _read(owner, name)
+        value = around(before)
+        self._before.append((owner, name, before, value))
         _write(owner, name, value)
 
     def put_back(self) -> list[str]:

@@ -18,7 +18,7 @@ from hpcdist.comm.messages import memory, pieces, start
 from hpcdist.comm.tuning import ALGORITHMS
 from hpcdist.control import objects
 from hpcdist.layout import limits
-from hpcdist.routes import node_copy as window
+from hpcdist.routes import node_copy
 from hpcdist.routes.route import Alltoall, Message, Method, Route, Vector, cut, nothing, others
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import as_bytes
@@ -68,7 +68,7 @@ class Mpi(Route):
         if rule.algorithm == "ring":
             _pass_around(team, rule.segment, send, blocks)
             return True
-        return rule.algorithm == "window" and window.in_rounds(team, send, blocks)
+        return rule.algorithm == "window" and node_copy.in_rounds(team, send, blocks)
 
     def start(
         self, team: Team, sends: list[Message], recvs: list[Message], longest: int
@@ -92,7 +92,7 @@ class Mpi(Route):
         _pass_around(team, what.segment, as_bytes(send), cut(recv, what.counts, what.displs))
 
     def allgatherv_window(self, team: Team, what: Vector, send: Tensor, recv: Tensor) -> None:
-        if not window.in_rounds(team, as_bytes(send), cut(recv, what.counts, what.displs)):
+        if not node_copy.in_rounds(team, as_bytes(send), cut(recv, what.counts, what.displs)):
             self.allgatherv_sends(team, what, send, recv)
 
     def alltoallv_mpi(

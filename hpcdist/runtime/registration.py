@@ -99,7 +99,7 @@ class Host:
             (torch_names.group_register if PLUGINS else None, torch_groups.recording),
         ):
             if place is not None:
-                self._changes.set(place.owner, place.name, around(place.value))
+                self._changes.wrap(*place, around)
 
     def _maker(self, helper: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(helper)

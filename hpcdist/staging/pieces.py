@@ -232,10 +232,10 @@ def _through_windows(
 ) -> bool:
     """As deliver(), where all ranks want all of it: through memory that the ranks of a node share, so that each byte
     comes to a node once. False on all ranks if that does not help, or cannot be had. Collective."""
-    from hpcdist.routes import node_copy as window  # which imports MPI
+    from hpcdist.routes import node_copy  # which imports MPI
     from hpcdist.routes.mpi import MPI_ROUTE
 
-    if not window.helps(team):
+    if not node_copy.helps(team):
         return False
     copies = list[tuple[Tensor, Tensor]]()
     nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -244,7 +244,7 @@ def _through_windows(
     recvs = [_destination(place, scratch, copies) for place in places]
     mine = nothing if piece is None else as_bytes(piece)
     # Without windows, the owner of a piece would send it to each rank: of 16,384 ranks, 4 GiB for 256 KiB.
-    if not (MPI_ROUTE.allgather(team, mine, recvs) or window.in_rounds(team, mine, recvs)):
+    if not (MPI_ROUTE.allgather(team, mine, recvs) or node_copy.in_rounds(team, mine, recvs)):
         return False
     for place, block in copies:
         bits(place).copy_(bits(block))
