@@ -20,7 +20,7 @@ def hang(hosts, ranks, reasons, limit=1.5):
 
 
 SAID = {
-    "sleep": r"has not reached this call: it is in Python, at \S+hanging.py:\d+ in sleep",
+    "sleep": r"has not reached this call: it is in Python, at .*hanging.py:\d+ in sleep",
     "stop": r"is stopped, by a signal or a debugger",
     "stop alone": rf"does not answer: it is stopped, in native code {UNKNOWN}",
 }

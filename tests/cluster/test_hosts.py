@@ -101,6 +101,7 @@ def test_worlds_of_one_host_and_of_all_in_turn(hosts):
     dist.all_reduce(x, group=dist.new_group(backend="gloo"))
     assert x.item() == 9 and before.items() <= os.environ.items() and "GLOO_SOCKET_IFNAME" not in os.environ
     dist.destroy_process_group()
+    hd.finalize()
     world = hd.init(staging="/tmp")
     large = torch.ones(1 << 18)  # small tensors travel in the structure's own message
     refused = []

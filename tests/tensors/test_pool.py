@@ -18,6 +18,7 @@ import torch.multiprocessing
 from torch import Tensor
 
 import hpcdist as hd
+from hpcdist import torch_names
 from hpcdist.process import machine
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import DTYPES, as_bytes
@@ -348,10 +349,7 @@ def test_a_torch_that_counts_otherwise(monkeypatch):
     for count in (lambda handle: next(numbers), None):
         pool.problem.cache_clear()
         with monkeypatch.context() as patch:
-            if count is None:
-                patch.delattr(torch._C, "_storage_Use_Count")
-            else:
-                patch.setattr(torch._C, "_storage_Use_Count", count)
+            patch.setattr(torch_names, "references_of_storage", count)
             patch.setattr(pool, "_pool", pool.Pool(64 * MIB))
             assert "count" in pool._pool.problem
             x = _new(2 * MIB)

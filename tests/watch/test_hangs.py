@@ -46,7 +46,7 @@ def test_the_reasons_are_told_in_a_table_of_all_ranks():
     doing = {1: r"no call +in Python", 6: "no call +stopped"}
     for rank in (0, 1, 6, np - 1):
         call = doing.get(rank, r"concat\(\) at \S+ +\d.\d s +waits")
-        row = rf"{rank} +\S+ +{pids[str(rank)]} +concat\(\) at \S+hanging.py:\d+, \d.\d s ago +{call}"
+        row = rf"{rank} +\S+ +{pids[str(rank)]} +concat\(\) at .*hanging.py:\d+, \d.\d s ago +{call}"
         assert re.search(row, job.err), (row, job.err)
     # Of the two that wait; mpirun may let the stopped one, rank 6, go on before it ends it.
     assert len(re.findall(r"^(?!\[rank6\]).*HangError: concat\(\) at", job.err, re.MULTILINE)) == 2, job.err
@@ -80,7 +80,7 @@ def test_every_call_has_a_deadline():
     assert re.search(r"rank 1 \(\S+, pid \d+\) has not reached this call: it is in Python", job.err), job.err
     for rank, verb in enumerate([first, "concat", *verbs]):
         if rank != 1:
-            said = rf"^\[rank{rank}\]: .*HangError: {CALLS[verb]}( at \S+hanging.py:\d+)? has waited"
+            said = rf"^\[rank{rank}\]: .*HangError: {CALLS[verb]}( at .*hanging.py:\d+)? has waited"
             assert re.search(said, job.err, re.MULTILINE), (verb, job.err)
 
 
@@ -88,7 +88,7 @@ def test_every_call_has_a_deadline():
 def test_a_rank_that_never_calls_init():
     job = mpirun(2, str(PROGRAM), "1:no_init", "concat", env={"HPCDIST_TIMEOUT": "1.5", "LIMIT": "1"})
     assert job.status != 0
-    text = r"HangError: init\(\) at \S+hanging.py:\d+ has waited for 1.5 s: the 2 ranks have not met.* \[HD601\]\n"
+    text = r"HangError: init\(\) at .*hanging.py:\d+ has waited for 1.5 s: the 2 ranks have not met.* \[HD601\]\n"
     assert re.search(text, job.err), job.err
 
 
@@ -132,7 +132,7 @@ def test_a_death_is_noticed_at_once(reason, status):
     assert time.monotonic() - start < 30  # the deadline is later
     assert job.status != 0
     assert status is None or job.status == status
-    said = r"os._exit\(\d\) at \S+hanging.py:\d+ on rank 1 \(\S+, pid \d+\).* \[HD604\]\n"
+    said = r"os._exit\(\d\) at .*hanging.py:\d+ on rank 1 \(\S+, pid \d+\).* \[HD604\]\n"
     if reason == "killed":
         said = _said_of_a_killed_rank(re.findall(r"^rank 1 is (\d+)$", job.out, re.MULTILINE)[0])
     assert re.search(said, job.err + job.out), job.err
@@ -143,7 +143,7 @@ def test_what_rank_1_does_elsewhere_is_left_alone_and_its_threads_put_no_blame_o
     """Forked children, which end in every way, and a current folder that is gone; then many threads."""
     job = hang(3, "0:after,1:harmless+threads,2:after", limit=4)
     assert "harmless" in job.out and "RuntimeError: in a child" in job.err
-    said = r"rank 1 \(\S+, pid \d+\) has not reached this call: it is in Python, at \S+hanging.py:\d+ in threads"
+    said = r"rank 1 \(\S+, pid \d+\) has not reached this call: it is in Python, at .*hanging.py:\d+ in threads"
     assert re.search(said, job.err), job.err
     assert not re.search(r"rank [02] \(\S+, pid \d+\) has not reached this call", job.err), job.err
 
