@@ -17,7 +17,7 @@ CORES = sorted(os.sched_getaffinity(0))
 HALF = ",".join(map(str, CORES[: max(1, len(CORES) // 2)]))
 # A run ends with this process, or after an hour.
 LIMIT = ("setpriv", "--pdeathsig", "TERM", "timeout", "--foreground", "-k20", "3600")
-WAIT = "tests/doctor tests/process tests/runtime tests/watch"  # jobs that mostly wait for a deadline
+WAIT = "tests/tools/doctor tests/process tests/runtime tests/watch"  # jobs that mostly wait for a deadline
 REST = "--ignore=" + WAIT.replace(" ", " --ignore=")
 VERBS = "tests/collectives tests/p2p tests/comm/test_context.py"
 FILES = "tests/formats tests/test_versions.py tests/tensors/test_storage.py tests/tensors/test_tree.py" + "".join(

@@ -21,7 +21,7 @@ from hpcdist.tools.jobscript import KINDS, OTHER_PMIS, PMIS, Shape, main, write
 
 pytestmark = pytest.mark.once
 
-SCRIPTS = Path(__file__).parents[2] / "jobscripts"
+SCRIPTS = Path(__file__).parents[3] / "jobscripts"
 GOLDEN = Path(__file__).parent / "golden"
 
 # Files in jobscripts/, and the options that write them.
@@ -64,7 +64,7 @@ def written(capsys, words):
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
 def test_what_is_written(path, capsys):
-    """Letter by letter. If you change it on purpose: HPCDIST_TEST_WRITE=1 pytest tests/jobscript, and look at the diff.
+    """Letter by letter. If you change it on purpose: HPCDIST_TEST_WRITE=1 pytest tests/tools/jobscript, and look at the diff.
 
     A script tells how it was written, and has lines that can be read.
     """
