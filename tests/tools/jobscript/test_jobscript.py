@@ -64,7 +64,7 @@ def written(capsys, words):
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
 def test_what_is_written(path, capsys):
-    """Letter by letter. If you change it on purpose: HPCDIST_TEST_WRITE=1 pytest tests/tools/jobscript, and look at the diff.
+    """Letter by letter. To change it on purpose: HPCDIST_TEST_WRITE=1 pytest tests/tools/jobscript; look at the diff.
 
     A script tells how it was written, and has lines that can be read.
     """
