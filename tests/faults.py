@@ -35,14 +35,14 @@ ROUTES = ("mpi", "gloo", "hdf5")
 # What is said of rank {rank}, process {pid}, at fault.
 CAUSES = {
     "raise": r"a mistake of rank {rank}\n",
-    "os_exit": r"os\._exit\(5\) at \S+faulty.py:\d+ on rank {rank} \(\S+, pid {pid}\)",
-    "no_finalize": r"os\._exit\(0\) at \S+faulty.py:\d+ on rank {rank} \(\S+, pid {pid}\)",
+    "os_exit": r"os\._exit\(5\) at .*faulty.py:\d+ on rank {rank} \(\S+, pid {pid}\)",
+    "no_finalize": r"os\._exit\(0\) at .*faulty.py:\d+ on rank {rank} \(\S+, pid {pid}\)",
     # Where no other rank of its node is left to say so in time, the launcher does.
     "kill": r"rank {rank} \(\S+, pid {pid}\) is dead|process rank {rank} with PID .* exited on signal 9"
     r"|PID {pid} RUNNING",
     # With no other rank on its node, nobody can see what it is that keeps it from answering.
     "stop": r"rank {rank} \(\S+, pid {pid}\) (is stopped|does not answer: it is stopped,)",
-    "hang": r"rank {rank} \(\S+, pid {pid}\) has not reached this call: it is in Python, at \S+faulty.py:\d+ in commit",
+    "hang": r"rank {rank} \(\S+, pid {pid}\) has not reached this call: it is in Python, at .*faulty.py:\d+ in commit",
     "argument": r"was refused on all ranks\n(\[rank\d+\]: )?  rank {rank}: (?!called)"
     r"|\[rank{rank}\]: ValueError: dest is 99",
     "too_few": r"rank {rank}: called finalize\(\), or reached the end|where rank {rank} called finalize\(\), or reached"

@@ -95,5 +95,5 @@ def test_the_store_of_one_node_and_of_ranks_that_cannot_open_each_others_files()
     job = mpirun(2, code=STORE)
     assert job.out.count("done") == job.out.count("sum 2") == 2, job.err
     waits = r"^\[rank\d\]: {} +\S+ +\d+ +all_reduce\(\) at .* {} +\d+.\d s  waits$"
-    assert re.search(waits.format(0, r"recv\(\) at \S+"), job.err, re.MULTILINE), job.err
+    assert re.search(waits.format(0, r"recv\(\) at .*"), job.err, re.MULTILINE), job.err
     assert re.search(waits.format(1, "the end of its program"), job.err, re.MULTILINE), job.err
