@@ -22,7 +22,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from itertools import zip_longest
 from struct import Struct
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from mpi4py import MPI
 from torch import Tensor, dtype
@@ -57,7 +57,7 @@ class Call(NamedTuple):
         sizes: those of the tensors that have the same sizes on all ranks.
         rest: what else must be the same: the operation, the root (an int), the dtype of messages.
         sends, recvs: elements that this rank sends to each rank, or expects from it, itself included.
-        problem: why a tensor of this rank cannot be sent.
+        problem: why the arguments of this rank are refused, with a code.
     """
 
     verb: str
@@ -168,7 +168,7 @@ def _key(source: int, dest: int) -> int:
 
 class _Told(NamedTuple):
     """A rank's description of its call for the others: as text, the tensors and all that must be the same; its place;
-    its messages; and the problem of its tensors."""
+    its messages; and the problem of its arguments."""
 
     verb: str
     parts: list[str]
@@ -184,18 +184,22 @@ class _Told(NamedTuple):
         return " ".join(filter(None, [f"{self.verb}()", of, self.place and f"at {self.place}"]))
 
 
-def _raise_difference(team: Team, call: Call) -> None:
+class ArgumentsError(RankError, ValueError):
+    """Wrong arguments on some ranks: a ValueError as well, as from torch's own backends."""
+
+
+def _raise_difference(team: Team, call: Call) -> NoReturn:
     """Raise the same RankError on every rank."""
     parts = [f"{count} x {kind}" for count, kind in call.sizes]
     parts += [f"root {value}" if isinstance(value, int) else str(value) for value in call.rest]
     told = _Told(call.verb, parts, _place(), call.sends, call.recvs, call.problem)
     every: list[_Told] = objects.all_gather_object(team.comm, told, call.verb)
     group = "" if team.peers == list(range(team.size)) else f"; in the group of world ranks {listed(team.peers)}"
-    problems = {rank: coded("HD202", told.problem + group) for rank, told in enumerate(every) if told.problem}
-    if not problems:
-        wrong = dict(_other_calls(every)) or dict(_unmatched(every))
-        problems = {rank: coded("HD301", text + group) for rank, text in wrong.items()}
-    objects.raise_problems(every[0].verb, problems)
+    problems = {rank: told.problem + group for rank, told in enumerate(every) if told.problem}
+    if problems:
+        raise ArgumentsError(every[0].verb, problems)
+    wrong = dict(_other_calls(every)) or dict(_unmatched(every))
+    raise RankError(every[0].verb, {rank: coded("HD301", text + group) for rank, text in wrong.items()})
 
 
 def _place() -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import wraps
 from itertools import chain
 from typing import Any
 from weakref import WeakSet
@@ -29,7 +30,7 @@ from hpcdist.backend.host_copies import gpu_events, share_memory
 from hpcdist.backend.reductions import Reduction, reduction
 from hpcdist.backend.works import DONE, Finished, Queued, Transfer, forget_done, recv, send
 from hpcdist.comm.team import Group, Settings, Team, create_group
-from hpcdist.errors import refusal
+from hpcdist.errors import coded, described, refusal
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import problem, tensors_in
 
@@ -52,6 +53,27 @@ def _op(opts: Any, x: Tensor) -> Reduction:
     return reduction(_SUM if opts is None else opts.reduceOp, x.dtype)
 
 
+def _agreed(verb: str) -> Callable[[Callable[..., dist.Work]], Callable[..., dist.Work]]:
+    """Make a collective whose wrong arguments on one rank are the same error on all ranks: the others wait for it."""
+
+    def decorate(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+        @wraps(method)
+        def run(self: Operations, *args: Any, **options: Any) -> dist.Work:
+            calls = self._calls
+            try:
+                return method(self, *args, **options)
+            except (TypeError, ValueError) as error:
+                if self._calls != calls or self._team.size == 1:  # the ranks have compared their calls, or need not
+                    raise
+                opts = options.get("opts", args[-1])
+                call = Call(verb, problem=described(error, "HD701").removeprefix(f"{verb}: "))
+            return self._run(call, opts if hasattr(opts, "asyncOp") else None, [], collectives.barrier)
+
+        return run
+
+    return decorate
+
+
 def _blocks(name: str, single: bool = False, reduces: bool = False) -> Callable[..., dist.Work]:
     """Make a method: a collective on pairs of tensors, of which one has the size of the other on each rank.
 
@@ -61,6 +83,7 @@ def _blocks(name: str, single: bool = False, reduces: bool = False) -> Callable[
     """
     step, verb = getattr(collectives, name), name if single else f"{name}_coalesced"
 
+    @_agreed(verb)
     def method(self: Operations, output: Any, input: Any, opts: Any = None) -> dist.Work:
         whole, part = (input, output) if reduces else (output, input)
         pairs = [(whole, part)] if single else list(zip(whole, part, strict=True))
@@ -136,7 +159,7 @@ class Operations:
         sent = [torch.empty(0, dtype=x.dtype, device=x.device) for x in found] if sparse else found
         reason = next(filter(None, map(problem, sent)), None)
         if reason is not None:
-            call, found = call._replace(problem=f"a tensor {reason}"), []
+            call, found = call._replace(problem=coded("HD202", f"a tensor {reason}")), []
         elif writes:
             _check_writable(verb, tensors)
         self._calls += 1
@@ -167,12 +190,14 @@ class Operations:
         work.number = self._calls
         return work
 
+    @_agreed("broadcast")
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         x, root = _single(tensors), 0 if opts is None else opts.rootRank
         _check_rank("broadcast", root, self._team.size)
         call, writes = Call("broadcast", sizes(x), (root,)), self._team.rank != root
         return self._run(call, opts, tensors, collectives.broadcast, x, root, writes=writes)
 
+    @_agreed("all_reduce")
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         if len(tensors) == 1 and tensors[0].layout is torch.sparse_coo:
             if opts is not None and opts.reduceOp != _SUM:
@@ -184,12 +209,14 @@ class Operations:
         op = _op(opts, x)
         return self._run(Call("all_reduce", sizes(x), (op.name,)), opts, tensors, collectives.all_reduce, x, op)
 
+    @_agreed("all_reduce_coalesced")
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         _check_alike("all_reduce_coalesced", tensors)
         op = _op(opts, tensors[0])
         call = Call("all_reduce_coalesced", sizes(*tensors), (op.name,))
         return self._run(call, opts, tensors, collectives.coalesced, tensors, op)
 
+    @_agreed("reduce")
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
         x, root = _single(tensors), opts.rootRank
         _check_rank("reduce", root, self._team.size)
@@ -197,6 +224,7 @@ class Operations:
         call, writes = Call("reduce", sizes(x), (op.name, root)), self._team.rank == root
         return self._run(call, opts, tensors, collectives.reduce, x, op, root, writes=writes)
 
+    @_agreed("all_gather")
     def allgather(
         self, outputs: list[Tensors], inputs: Tensors, opts: Any = None, verb: str = "all_gather"
     ) -> dist.Work:
@@ -216,9 +244,11 @@ class Operations:
     reduce_scatter_single = _reduce_scatter_base = _blocks("reduce_scatter_single", single=True, reduces=True)
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _blocks("reduce_scatter_single", reduces=True)
 
+    @_agreed("gather")
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
         return self._rooted("gather", opts, outputs, inputs, outputs)
 
+    @_agreed("scatter")
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
         return self._rooted("scatter", opts, outputs, outputs, inputs)
 
@@ -235,6 +265,7 @@ class Operations:
         step = collectives.gather if verb == "gather" else collectives.exchange
         return self._run(call, opts, result, step, sends, recvs)
 
+    @_agreed("reduce_scatter")
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> dist.Work:
         out, xs = outputs[0], inputs[0]
         _check_gathered("reduce_scatter", xs, out, self._team)
@@ -242,6 +273,7 @@ class Operations:
         call = Call("reduce_scatter", sizes(*xs), (op.name,))
         return self._run(call, opts, outputs, collectives.reduce_scatter, out, xs, op)
 
+    @_agreed("all_to_all")
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         if len(inputs) != self._team.size:
             raise _refusal("all_to_all", f"expected {self._team.size} tensors, one for each rank, got {len(inputs)}")
@@ -251,6 +283,7 @@ class Operations:
         call = Call("all_to_all", (), (inputs[0].dtype,), _counts(sends), _counts(recvs))
         return self._run(call, opts, outputs, collectives.exchange, sends, recvs)
 
+    @_agreed("all_to_all_single")
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
     ) -> dist.Work:
@@ -489,7 +522,7 @@ class MpiBackend(Operations, Base):  # type: ignore[misc]
         _alive.discard(self)
 
 
-class MpiProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
+class MpiProcessGroup(Operations, dist.ProcessGroup):
     """A process group on a communicator.
 
     Args:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from collective import all_gather_single, assert_on_all_ranks, raises_on_all_ranks, reduce_scatter_single, several_ranks
 from launch import finished
 
+from hpcdist.backend.agreement import ArgumentsError
 from hpcdist.errors import RankError
 from hpcdist.runtime import registration
 
@@ -203,6 +204,32 @@ def test_a_result_needs_a_place_for_each_element(world, size):
     out = torch.zeros(size, 4)
     dist.all_gather(list(out), torch.ones(1).expand(4))  # what is sent may be
     assert_on_all_ranks(world.comm, bool((out == 1).all()), out)
+
+
+WRONG = {  # what one rank does, given the number of ranks, and the code of the error
+    "a list too long": (lambda n: dist.all_gather([*torch.ones(n + 1, 2)], torch.ones(2)), "HD701"),
+    "too many elements": (lambda n: all_gather_single(torch.ones(2 * n + 1), torch.ones(2)), "HD701"),
+    "splits": (lambda n: dist.all_to_all_single(torch.ones(n), torch.ones(n), [2] * n, [1] * n), "HD701"),
+    "one place": (lambda n: dist.all_reduce(torch.ones(1).expand(4)), "HD202"),
+    "an operation": (lambda n: dist.all_reduce(torch.ones(4), dist.ReduceOp.BOR), "HD701"),
+}
+
+
+@several_ranks
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_wrong_argument_of_one_rank_is_the_same_error_on_all(wrong, wait, world, rank, size):
+    call, code = WRONG[wrong]
+    if rank != size - 1:
+        call = (lambda n: dist.barrier(async_op=True).wait()) if wait else lambda n: dist.all_reduce(torch.ones(4))
+    with pytest.raises(ArgumentsError) as raised:
+        call(size)
+    error = raised.value
+    same = isinstance(error, ValueError) and error.codes == [code] and [*error.problems] == [size - 1]
+    assert_on_all_ranks(world.comm, same, error)
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    assert_on_all_ranks(world.comm, x.item() == size, x)
 
 
 @several_ranks
