@@ -261,6 +261,23 @@ def test_a_rank_that_ends_before_mpi_starts(bin_, pmi, slurm, folder):
     assert re.search(said, job.err), job.err
 
 
+@under_mpich
+def test_mpich_starts_by_srun_as_generated_scripts_do(bin_, slurm, folder):
+    """On two nodes of two ranks, without compiled files. With UCX, its default, it hung in MPI_Init 7 times of 7 so."""
+    (folder / "t.py").write_text(
+        "import hpcdist as hd, torch\nassert hd.init().world_size == len(hd.concat(torch.ones(1)))"
+    )
+    words = ["srun", "-N2", "-n4", "--ntasks-per-node=2", "--mpi=pmi2", "timeout", "200", "python", "t.py"]
+    env = _environment(slurm, "srun", bin_) | {
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPYCACHEPREFIX": str(folder / "no"),
+    }
+    del env["UCX_NET_DEVICES"]
+    for _ in range(3):
+        job = slurm.run(words, cwd=folder, env=env | {"MPIR_CVAR_CH4_NETMOD": "ofi"})
+        assert job.status == 0, job
+
+
 def test_one_process_in_an_allocation_of_two_nodes_is_refused(slurm, folder):
     """salloc -N2 sets no SLURM_NTASKS."""
     words = ["salloc", "-N2", "python", "-c", "import hpcdist; hpcdist.init()"]
