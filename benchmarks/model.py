@@ -20,17 +20,7 @@ import torch
 from mpi4py import MPI
 from report import figure
 from results import FOLDER, show_size
-
-import hpcdist as hd
-from hpcdist.errors import RankError
-from hpcdist.formats.contents import Dataset
-from hpcdist.staging.pieces import plan_save
-from hpcdist.staging.writer import WINDOW, SaveOptions, Target
-
-TESTS = Path(__file__).parents[1] / "tests"
-sys.path += [str(TESTS / "cluster"), str(TESTS / "helpers")]
-from hosts import Hosts  # noqa: E402
-from simulated import (  # noqa: E402
+from simulated import (
     CASES,
     Machine,
     least_outside,
@@ -43,6 +33,16 @@ from simulated import (  # noqa: E402
     seconds,
     simulate,
 )
+
+import hpcdist as hd
+from hpcdist.errors import RankError
+from hpcdist.formats.contents import Dataset
+from hpcdist.staging.pieces import plan_save
+from hpcdist.staging.writer import WINDOW, SaveOptions, Target
+
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path += [str(TESTS / "cluster"), str(TESTS / "helpers")]
+from hosts import Hosts  # noqa: E402
 
 CHECKED = [("concat", 8), ("concat", 2**16), *((case, 2**24) for case in CASES)]
 

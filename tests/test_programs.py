@@ -6,7 +6,7 @@ import sys
 import textwrap
 
 import pytest
-from launch import commands, finished, mpirun, run
+from launch import commands, finished, limit, mpirun, run
 
 pytestmark = pytest.mark.once  # tests/clients has it under each MPI
 RUN = ("-m", "hpcdist.run")
@@ -149,7 +149,7 @@ def test_a_rank_that_does_not_reach_a_group_is_named(before, tmp_path):
     if os.environ["RANK"] == "1": time.sleep(600)
     dist.barrier() if dist.is_initialized() else dist.init_process_group("gloo")
     """
-    done = job(2, tmp_path, body, HPCDIST_TIMEOUT="3")
+    done = job(2, tmp_path, body, **limit(3))
     assert done.status == 1
     assert re.search(r"rank 1 \(.*\) has not reached this call: it is in Python, at program.py", done.err), done.err
 

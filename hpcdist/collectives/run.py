@@ -72,7 +72,7 @@ class Operation(ABC):
             abort.InTransfer.check(self.name, team.size, error)
             raise
         if key is not None and self.kept is not None and not self.grad:
-            while len(team.repeats) >= max(1, min(_MOST, _HEADERS // team.size)):
+            while len(team.repeats) >= max(1, min(MOST, _HEADERS // team.size)):
                 del team.repeats[next(iter(team.repeats))]  # the oldest
             team.repeats[key] = self.kept
             if not self.kept.inline:
@@ -215,7 +215,7 @@ _NO_BATCH = coded(
     "HD219", "batches of gradients (is_grads_batched, vectorize, vmap) cannot be sent: pass one at a time"
 )
 _KEPT = ("auto", "mpi", "nccl")  # routes whose calls a team keeps
-_MOST = 256  # calls that a team keeps
+MOST = 256  # calls that a team keeps
 _HEADERS = 2**16  # headers that it keeps with them: fewer calls in a large team
 
 

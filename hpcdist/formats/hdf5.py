@@ -150,7 +150,7 @@ class _HDF5(Format):
         if checkpoint is not None:
             parts[_CHECKPOINT] = checkpoint
         with h5py.File(path, "r+", **_NEW) as file:
-            for name, content in (*parts.items(), (_STATE, _seal(parts))):
+            for name, content in (*parts.items(), (_STATE, seal(parts))):
                 made = _create_plain(file, f"{GROUP}/{name}", (len(content),), np.dtype("u1"))
                 made.write(h5py.h5s.ALL, h5py.h5s.ALL, np.frombuffer(content, np.uint8))
 
@@ -158,7 +158,7 @@ class _HDF5(Format):
 HDF5 = _HDF5()
 
 
-def _seal(parts: Mapping[str, bytes]) -> bytes:
+def seal(parts: Mapping[str, bytes]) -> bytes:
     """The state of a file with these records."""
     made = digest()
     for name in (_PLAN, _PIECES, _CHECKPOINT):
@@ -235,7 +235,7 @@ def _contents(path: str, file: Any, at: Identity) -> Contents:
         raise FileError("HD404", f"{path}: incomplete: the job that wrote it ended before it was done")
     with open(path, "rb") as content:
         parts = {name: os.pread(content.fileno(), raw.nbytes(), raw.offset) for name, raw in places.items()}
-    if _PLAN not in parts or parts[_STATE] != _seal(parts):
+    if _PLAN not in parts or parts[_STATE] != seal(parts):
         raise FileError("HD404", f"{path}: its plan, tables of pieces or values differ from their checksum: {_CHANGED}")
     planned = {d["name"]: (d, table) for d, table in _tables(path, json.loads(parts[_PLAN]), parts.get(_PIECES, b""))}
     unlisted = planned.keys() - set(names)

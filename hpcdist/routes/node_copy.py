@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SHARED_LEAST = 2**16  # bytes of a shared result; below, a copy for each rank costs less than the agreement on a window
 SHARED = Method("memory that the ranks of a node share", "shared=True was passed", True)
-_MESSAGE = 2**16  # bytes of a message between nodes at least, where there are several
+MESSAGE = 2**16  # bytes of a message between nodes at least, where there are several
 _ALIGNMENT = 64  # bytes
 
 
@@ -163,7 +163,7 @@ def _parts(matrix: _Matrix, ranks: Sequence[int], owners: int) -> Iterator[tuple
     turn = 0
     for start, width in _runs(matrix, ranks):
         size = matrix.rows * width
-        count = max(1, min(owners, size // _MESSAGE))
+        count = max(1, min(owners, size // MESSAGE))
         by_rows = matrix.rows >= count
         extent = matrix.rows if by_rows else width
         for i in range(count):

@@ -35,7 +35,7 @@ NAMES = ("auto", "mpio", "posix")
 _AHEAD = 2**22  # bytes that are written before the disk starts: with more, the sync at the end has more to do
 _LONGEST = 200  # bytes of a path that Open MPI's MPI-IO can use, with the suffix that it adds
 _STEP = 2**22  # bytes that mpio writes at a time; a call costs more there than a system call
-_ROUND = 2**20  # bytes of edges that a rank sends at a time
+ROUND = 2**20  # bytes of edges that a rank sends at a time
 _SHARE = 16  # consecutive pages that belong to one rank
 _HEAD = struct.Struct("qq")  # of a run of edges: its position and its bytes
 
@@ -157,10 +157,10 @@ class Edges:
             for place, run in runs:
                 sends[owner(place)] += _HEAD.pack(place, len(run)) + run
                 size += len(run)
-                if size >= _ROUND:
+                if size >= ROUND:
                     break
             arrived = _exchanged(team.comm, sends)
-            more = not objects.everywhere(team.comm, size < _ROUND)
+            more = not objects.everywhere(team.comm, size < ROUND)
             try:
                 for place, data in arrived:
                     write(place, memoryview(data))

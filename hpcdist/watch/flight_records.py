@@ -18,7 +18,7 @@ from hpcdist.watch.hang_table import ISSUED, Report
 
 VERSION = "2.10"  # of the format that the analyser of torch 2.13 reads
 # The analyser knows torch's operations alone, and compares the sizes of some, which are ragged in ours, or not known.
-_TYPES = {
+TYPES = {
     "all_reduce": "all_reduce",
     "broadcast": "broadcast",
     "reduce": "reduce",
@@ -100,7 +100,7 @@ def _types(verbs: Iterator[str]) -> dict[str, str]:
     """Return a type that the analyser knows for each verb, others for different ones."""
     found: dict[str, str] = {}
     for verb in sorted(set(verbs)):
-        kinds = [_TYPES.get(verb, _STAND_INS[0]), *_STAND_INS]
+        kinds = [TYPES.get(verb, _STAND_INS[0]), *_STAND_INS]
         found[verb] = next((kind for kind in kinds if kind not in found.values()), kinds[0])
     return found
 

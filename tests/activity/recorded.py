@@ -102,10 +102,11 @@ def main(what, folder=None):
         return
     if "lost" in what:
         refusals()
-    world = hd.init(trace=folder, timeout=3 if "hang" in what else None)
+    world = hd.init(trace=folder)
     hd.concat(torch.ones(1))
     if folder and "lost" in what:
         lose(folder)
+    world.comm.Barrier()
     if world.rank == world.world_size - 1:
         time.sleep(1000 if "hang" in what else 1)  # the other ranks are in their next call
         if what == "error":

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from launch import finished, mpirun
+from launch import finished, limit, mpirun
 
 from hpcdist import activity
 from hpcdist.activity import InCall, SharedRecord, recording
@@ -112,7 +112,7 @@ def test_each_call_is_a_row_that_all_ranks_find_again(np, tmp_path):
 @pytest.mark.parametrize("what", ["hang", "error", "dead"])
 def test_a_job_that_is_ended_leaves_its_traces(what, tmp_path):
     """In the folder that a variable names."""
-    job = mpirun(2, str(PROGRAM), what, cwd=tmp_path, env={"HPCDIST_TRACE": "here"})
+    job = mpirun(2, str(PROGRAM), what, cwd=tmp_path, env=limit(3) | {"HPCDIST_TRACE": "here"})
     assert job.status != 0
     assert len(list((tmp_path / "here").glob("*.jsonl"))) == 2
     found = {trace.header["rank"]: trace for trace in traces(tmp_path / "here")}
@@ -130,7 +130,7 @@ def test_a_job_that_is_ended_leaves_its_traces(what, tmp_path):
 def test_folders_that_are_refused_or_lost(tmp_path):
     """The table of a hang is printed still."""
     (tmp_path / "file").touch()
-    job = mpirun(2, str(PROGRAM), "lost in a hang", str(tmp_path / "trace"), cwd=tmp_path)
+    job = mpirun(2, str(PROGRAM), "lost in a hang", str(tmp_path / "trace"), cwd=tmp_path, env=limit(3))
     assert job.status != 0 and job.out.count("refused\n") == 2, job
     assert "has waited for" in job.err and "the trace of this rank is not complete" in job.err, job.err
 

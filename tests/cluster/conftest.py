@@ -1,11 +1,14 @@
 """Hosts for the tests that want several: they are made in a moment, so that each test has its own."""
 
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from hosts import Hosts
 from slurm import Slurm
 
+sys.path.append(str(Path(__file__).parents[1] / "clients"))
 # What it needs is in the environment `libraries` alone.
 collect_ignore = [] if find_spec("deepspeed") else ["test_clients_hosts.py"]
 

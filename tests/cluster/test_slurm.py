@@ -286,65 +286,6 @@ def test_one_process_in_an_allocation_of_two_nodes_is_refused(slurm, folder):
     assert "SLURM_JOB_NUM_NODES=2: Slurm allocated 2 tasks, and this process was started without srun" in job.err
 
 
-# hpcdist.gather, which stops half way in the first run of the job, and notes which pieces a run has written. The second
-# one has time enough, on a machine of any load.
-SLOW = """
-import os, runpy, subprocess, time
-from hpcdist.staging.writer import RankWriter
-write, run, rows = RankWriter.write, os.environ.get("SLURM_RESTART_COUNT", "0"), []
-if run != "0":
-    subprocess.run(["scontrol", "update", "JobId=" + os.environ["SLURM_JOB_ID"], "TimeLimit=10"], check=True)
-def slow(self, i, box, *data):
-    if write(self, i, box, *data):
-        return True  # left by the run before
-    rows.append(box.offset[0])
-    with open(f"rows-{run}-{self.team.rank}", "a") as file:
-        file.write(f"{rows[-1]}\\n")
-    if run == "0" and len(rows) == 4:
-        time.sleep(600)
-    return False
-RankWriter.write = slow
-runpy.run_module("hpcdist.gather", run_name="__main__", alter_sys=True)
-"""
-PIECES = 21  # of WHOLE with a window of 32K: several pages each
-
-
-def _submit_slow(slurm, folder, **env):
-    (folder / "slow.py").write_text(SLOW)
-    command = ("python", "slow.py", *ASK, "--window", "32K", "--resume")
-    (folder / "slow.sbatch").write_text(
-        write(Shape(kind="requeue", ntasks_per_node=1, launcher="mpirun", command=command))
-    )
-    return slurm.submit("slow.sbatch", cwd=folder, env={**_environment(slurm, "mpirun"), **env})
-
-
-def _rows(folder, run):
-    """The first row of each piece that a run of the job has written, on all ranks."""
-    return sorted(int(row) for path in folder.glob(f"rows-{run}-*") for row in path.read_text().split())
-
-
-def _wait_for_half(folder):
-    end = time.monotonic() + 40
-    while len(_rows(folder, 0)) < 8:
-        assert time.monotonic() < end
-        time.sleep(0.1)
-
-
-def _check_resumed(folder, ended):
-    report = _report(ended)
-    first, second = _rows(folder, 0), _rows(folder, 1)
-    assert len(first) == 8
-    assert len({*first, *second}) == PIECES
-    assert len(set(first) & set(second)) <= 1  # no piece is written again, but that with a page of both ranks
-    assert (report["pieces"], report["pieces_kept"]) == (PIECES, PIECES - len(second))
-    assert np.array_equal(_written(folder / "whole.h5"), WHOLE)
-    assert ended.restarts == 1
-    told = ["run 1 of this job", "the time limit is near", "back to the queue", "run 2 of this job", '{"verb"']
-    places = [ended.out.index(text) for text in told]
-    assert places == sorted(places)  # the second run's output is added to that of the first
-    assert not list(folder.glob(".whole.h5.*"))
-
-
 # A training that stops when the ranks have agreed to, and goes on for ten steps in the second run of the job.
 STOPS = """
 import os, subprocess, sys, time, torch, hpcdist as hd
@@ -367,12 +308,22 @@ with hd.init(stop_before=float(sys.argv[1])) as world:
 """
 
 
-def _submit_stop(slurm, folder, bin_, launcher, before, *options):
-    (folder / "stops.py").write_text(STOPS)
-    command = ("python", "stops.py", str(before))
-    shape = Shape(kind="requeue", ntasks_per_node=2, launcher=launcher, command=command)
-    (folder / "stops.sbatch").write_text(write(shape))
-    return slurm.submit("stops.sbatch", options=options, cwd=folder, env=_environment(slurm, launcher, bin_))
+def _submit(slurm, folder, code, *args, bin_=OPENMPI, launcher="mpirun", options=(), **env):
+    """Submit a program as a job that goes back to the queue when it is told to stop."""
+    (folder / "program.py").write_text(code)
+    shape = Shape(kind="requeue", ntasks_per_node=2, launcher=launcher, command=("python", "program.py", *args))
+    (folder / "job.sbatch").write_text(write(shape))
+    return slurm.submit("job.sbatch", options=options, cwd=folder, env={**_environment(slurm, launcher, bin_), **env})
+
+
+def _told(slurm, folder, job):
+    """How a job ends whose batch shell is told, when its program runs, as Slurm does it near the time limit."""
+    end = time.monotonic() + 60 * slowness()
+    while not (folder / "runs").exists():
+        assert time.monotonic() < end, slurm.output(job)
+        time.sleep(0.1)
+    slurm.run(["scancel", "--batch", "--signal=USR1", job])
+    return slurm.wait(job)
 
 
 def _check_stopped(ended, reason):
@@ -387,7 +338,8 @@ def _check_stopped(ended, reason):
 def limited_training(slurm):
     """A job with a time limit of two minutes, in which a busy machine has imported torch. It runs beside the others.
     It is told after 70 to 100 seconds, as Slurm looks at the limits every 30."""
-    return _submit_stop(slurm, _folder(slurm), OPENMPI, "srun", 1, "--time=2", "--signal=B:USR1@20")
+    options = ("--time=2", "--signal=B:USR1@20")
+    return _submit(slurm, _folder(slurm), STOPS, "1", launcher="srun", options=options)
 
 
 # Not by srun: MPICH's MPI_Init with --mpi=pmi2 fails now and then with 2 ranks on each of 2 nodes: "invalid client
@@ -395,18 +347,14 @@ def limited_training(slurm):
 @under_mpich
 def test_a_training_that_is_told_stops_and_goes_on(bin_, slurm, folder):
     """By mpirun; by srun: see the next two."""
-    job = _submit_stop(slurm, folder, bin_, "mpirun", 1)
-    end = time.monotonic() + 60 * slowness()
-    while not (folder / "runs").exists():
-        assert time.monotonic() < end, slurm.output(job)
-        time.sleep(0.1)
-    slurm.run(["scancel", "--batch", "--signal=USR1", job])
-    _check_stopped(slurm.wait(job), r"rank \d received SIGUSR1")
+    job = _submit(slurm, folder, STOPS, "1", bin_=bin_)
+    _check_stopped(_told(slurm, folder, job), r"rank \d received SIGUSR1")
 
 
 def test_a_training_that_asks_for_its_time_stops_and_goes_on(slurm, folder):
     """Two minutes, as squeue tells: Slurm 22.05 sets no SLURM_JOB_END_TIME. No signal comes."""
-    job = _submit_stop(slurm, folder, OPENMPI, "srun", 110, "--time=2", "--signal=B:USR1@1")
+    options = ("--time=2", "--signal=B:USR1@1")
+    job = _submit(slurm, folder, STOPS, "110", launcher="srun", options=options)
     _check_stopped(slurm.wait(job, 90), r"the job ends in \d+ s")
 
 
@@ -414,16 +362,21 @@ def test_a_training_stops_by_the_signal_of_slurm_and_goes_on(limited_training, s
     _check_stopped(slurm.wait(limited_training, 150), r"rank \d received SIGUSR1")
 
 
+# A program that never asks, which the signal ends; the second run of the job ends by itself.
+WAITS = """
+import os, time
+open("runs", "w").close()
+time.sleep(0 if os.environ.get("SLURM_RESTART_COUNT") else 600)
+"""
+
+
 @pytest.mark.parametrize("most", [100, 0])
 def test_a_job_that_is_told_goes_back_and_goes_on(most, slurm, folder):
-    """By mpirun; the batch shell is told with scancel. Or it has been restarted as often as it may."""
-    job = _submit_slow(slurm, folder, HPCDIST_RESTARTS=str(most))
-    _wait_for_half(folder)
-    slurm.run(["scancel", "--batch", "--signal=USR1", job])
-    ended = slurm.wait(job)
-    if most:
-        _check_resumed(folder, ended)
-    else:
-        assert (ended.state, ended.status, ended.restarts) == ("FAILED", 1, 0), ended.out
-        assert "restarted 0 times already, and not again" in ended.out
-        assert _rows(folder, 1) == []
+    """Or it has been restarted as often as it may."""
+    ended = _told(slurm, folder, _submit(slurm, folder, WAITS, HPCDIST_RESTARTS=str(most)))
+    told = ["run 1 of this job", "the time limit is near"]
+    told += ["back to the queue", "run 2 of this job"] if most else ["restarted 0 times already, and not again"]
+    places = [ended.out.find(text) for text in told]
+    assert -1 not in places and places == sorted(places), ended.out  # the second run adds to the output of the first
+    wanted = ("COMPLETED", 0, 1) if most else ("FAILED", 1, 0)
+    assert (ended.state, ended.status, ended.restarts) == wanted, ended.out

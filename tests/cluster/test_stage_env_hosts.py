@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import DEADLINE, Job
+from launch import DEADLINE, Job, slowness
 
 pytestmark = pytest.mark.cluster
 
@@ -60,11 +60,11 @@ def test_each_host_is_sent_the_environment_once_and_runs_from_it(hosts, venv):
 
 
 def test_after_a_kill_the_next_job_removes_what_is_left(hosts, venv):
-    """And makes its copy. If a host's disk is full, all ranks say so, and no host keeps anything."""
+    """And makes its copy. For a disk that is full, see tests/tools."""
     hosts.rate("160mbit")
     before = _received(hosts)
     first = hosts.start_mpirun([1, 1], *COMMAND, "venv", python=sys.executable)
-    end = time.monotonic() + DEADLINE
+    end = time.monotonic() + DEADLINE * slowness()
     while _received(hosts, before)["node2"] < 0.85 * SIZE:
         assert time.monotonic() < end and first.process.poll() is None
         time.sleep(0.05)
@@ -75,11 +75,3 @@ def test_after_a_kill_the_next_job_removes_what_is_left(hosts, venv):
     for name in hosts.names[:2]:
         assert hosts.run(name, ["cmp", f"{path}/data", venv / "data"]).status == 0
         assert hosts.run(name, ["ls", "-A", STORE]).out.split() == [Path(path).parent.name]
-        assert hosts.run(name, ["mkdir", "/tmp/small"]).status == 0
-    mount = ["mount", "-t", "tmpfs", "-o", "size=60m,nr_inodes=20", "tmpfs", "/tmp/small"]
-    assert hosts.run("node2", mount).status == 0
-    full = hosts.mpirun([1, 1], *COMMAND, "venv", "--to", "/tmp/small", python=sys.executable)
-    assert full.status == 2 and full.err.count("error") == 1, full.err
-    assert "error: node2: /tmp/small/" in full.err and "No space left on device" in full.err, full.err
-    for name in hosts.names[:2]:
-        assert hosts.run(name, ["find", "/tmp/small", "-type", "f"]).out == ""

@@ -9,6 +9,7 @@ from collective import assert_on_all_ranks, raises_on_all_ranks, refused, severa
 from torch import Tensor
 
 import hpcdist as hd
+from hpcdist.runtime.world import team_of
 
 pytestmark = pytest.mark.mpi
 
@@ -55,7 +56,7 @@ class Planned:
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_ranks_agree_in_one_message(findings, world, size, columns, monkeypatch):
     """In which small data travel, too; others travel in one call after it."""
-    extents, comm = extents_of("ragged", size), world._context.team.comm
+    extents, comm = extents_of("ragged", size), team_of().comm
     seen = []
 
     class Spy:
@@ -67,7 +68,7 @@ def test_ranks_agree_in_one_message(findings, world, size, columns, monkeypatch)
 
     whole = whole_of((sum(extents), columns), torch.int16)
     planned = Planned("redistribute", whole, 0, extents, world.rank)
-    monkeypatch.setattr(world._context.team, "comm", Spy())
+    monkeypatch.setattr(team_of(), "comm", Spy())
     got = [planned.plan(planned.x(whole)) for _ in range(3)]
     monkeypatch.undo()
     alltoall = ["Alltoallv"] * (columns > COLUMNS[0] and size > 1)

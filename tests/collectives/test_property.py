@@ -1,25 +1,23 @@
 """Whatever is drawn, the verbs do what plain indexing does on one process.
 
-Hypothesis draws on every rank, from the same seed, and at each example the ranks compare what they have drawn and
-agree on how it went: it fails on all of them or on none, so that they shrink it together, too.
+Every rank draws the same examples, from the same seed, and the ranks agree on how each went: it fails on all of them or
+on none.
 
 In a run with 3 ranks these are 2,000 examples: three quarters from a fixed seed, the others from one that rank 0
-draws and prints, to be given again with --hypothesis-seed. In other runs they are a few.
+draws and prints, to be given again as HPCDIST_TEST_SEED. In other runs they are a few.
 """
 
+import os
 import random
 import sys
 import traceback
-from hashlib import blake2b
 
-import hypothesis
 import numpy as np
 import pytest
 import torch
 from cases import STRIDES, copy_of, differs, mapped, part, parts_of, rows, same_bits, shown, whole_of, with_parts
-from hypothesis import HealthCheck, Phase, given, settings
 from settings import ALL
-from strategies import BACKEND, made, redistributions, rings, structures, transfers
+from strategies import Draw, made, redistributions, rings, structures, transfers
 from torch import Tensor
 
 import hpcdist as hd
@@ -27,9 +25,10 @@ from hpcdist.comm import messages
 from hpcdist.layout import limits as sizes
 from hpcdist.process import abort
 from hpcdist.routes import mpi
+from hpcdist.runtime.world import team_of
 from hpcdist.tensors import message as packing
 from hpcdist.tensors.storage import copyable, row_major
-from hpcdist.validation import collective, local
+from hpcdist.validation import collective
 
 pytestmark = pytest.mark.mpi
 
@@ -38,10 +37,6 @@ RANKS = 3  # with so many, all examples; in other runs a few
 FEW = 50
 PART = 1 if ALL else 5  # of the examples, one in so many is tried
 SECONDS = 60  # until a call that goes on in the background counts as one that hangs
-
-
-class DrawsDifferError(BaseException):
-    """The ranks have not drawn the same: nothing that Hypothesis can replay or shrink."""
 
 
 class _Example:
@@ -77,64 +72,31 @@ def _set_limits(tiny):
 @pytest.fixture(params=["fixed", "drawn"])
 def seed(world, request, capfd):
     """(the seed, whether it is the fixed one); that of this run is told even if the job is aborted."""
-    given_ = request.config.getoption("--hypothesis-seed", None)
-    value = world.comm.bcast(random.SystemRandom().randrange(2**32) if given_ is None else int(given_))
+    value = world.comm.bcast(int(os.environ.get("HPCDIST_TEST_SEED") or random.SystemRandom().randrange(2**32)))
     if request.param == "drawn" and world.rank == 0:
         with capfd.disabled():
-            print(f"\nproperty test: this run's seed is {value}; again with --hypothesis-seed={value}", flush=True)
+            print(f"\nproperty test: this run's seed is {value}; again with HPCDIST_TEST_SEED={value}", flush=True)
     yield (FIXED, True) if request.param == "fixed" else (value, False)
     _set_limits(tiny=False)
 
 
-def _try(world, strategy, body, seed, fixed, drawn):
+def _try(world, draws, body, seed, fixed, drawn):
     """Draw `fixed` or `drawn` examples, with the fixed seed or this run's; `body` says what is wrong with one here."""
     value, is_fixed = seed
-    number = (fixed if is_fixed else drawn) // PART if world.world_size == RANKS else FEW
-    tried = 0
-
-    @hypothesis.seed(value)
-    @settings(
-        max_examples=number,
-        backend=BACKEND,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
-        report_multiple_bugs=False,
-    )
-    @given(strategy)
-    def example(case):
-        nonlocal tried
-        tried += 1
-        _Example.case = case
-        _drawn_by_all(world, case)
+    for turn in range((fixed if is_fixed else drawn) // PART if world.world_size == RANKS else FEW):
+        case = _Example.case = draws(Draw(f"{value}, {turn}"), world.world_size)
         _set_limits(case.tiny)
         try:
             problem = body(world, case)
         except Exception as error:
             problem = "".join(traceback.format_exception(error)[-3:])
         problems = _told(world, problem)
-        assert not problems, f"seed {value}, {world.world_size} ranks: {problems}"
-
-    try:
-        example()
-    except DrawsDifferError as error:
-        pytest.fail(f"seed {value}, example {tried}: the ranks have not drawn the same: {error}")
-    assert tried >= number
-
-
-def _drawn_by_all(world, case):
-    """Compare what the ranks have drawn; a rank that is not here any more does not come either."""
-    digest = blake2b(repr(case).encode(errors="surrogatepass"), digest_size=8).hexdigest()
-    try:
-        collective.exchange(world._context.team, local.Call("example", options=(("case", digest),)))
-    except hd.RankError as error:
-        raise DrawsDifferError(str(error)) from None
+        assert not problems, f"seed {value}, example {turn}, {world.world_size} ranks: {case!r}\n{problems}"
 
 
 def _told(world, problem):
     """What is wrong on any rank. Those that are in a verb still, while one has failed, come out of it."""
-    collective.leave(world._context.team)
+    collective.leave(team_of())
     found = world.comm.allgather(problem)
     return "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(found) if text is not None)
 
@@ -378,16 +340,16 @@ def _ring(world, case):
 
 
 def test_tensors(world, seed):
-    _try(world, transfers(world.world_size), _transfer, seed, 450, 150)
+    _try(world, transfers, _transfer, seed, 450, 150)
 
 
 def test_redistribute(world, seed):
-    _try(world, redistributions(world.world_size), _redistribution, seed, 450, 150)
+    _try(world, redistributions, _redistribution, seed, 450, 150)
 
 
 def test_structures(world, seed):
-    _try(world, structures(world.world_size), _structured, seed, 350, 120)
+    _try(world, structures, _structured, seed, 350, 120)
 
 
 def test_send_and_receive(world, seed):
-    _try(world, rings(world.world_size), _ring, seed, 250, 80)
+    _try(world, rings, _ring, seed, 250, 80)

@@ -15,6 +15,7 @@ from hpcdist.collectives.redistribute import Redistribute
 from hpcdist.collectives.split import Scatter
 from hpcdist.comm.team import HEADER, inline_capacity
 from hpcdist.layout import limits
+from hpcdist.runtime.world import team_of
 
 pytestmark = pytest.mark.mpi
 
@@ -32,7 +33,7 @@ def test_again_and_again_with_other_values(case, world, size):
 
 def test_around_the_capacity(world, size):
     """Of some ranks the data fit, of others they do not."""
-    battery, most = Battery(world), world._context.team.inline
+    battery, most = Battery(world), team_of().inline
     for nbytes, step, salt in itertools.product((most - 1, most, most + 1), (-1, 0, 1), range(2)):
         extents = tuple(nbytes + step * (rank % 2) for rank in range(size))
         battery.run(whole_of((sum(extents),), torch.uint8, salt), 0, extents, salt % size)
@@ -125,8 +126,8 @@ def test_other_calls_between_repeated_calls(findings, rank, size):
 
 def test_what_is_remembered_is_bounded(world, monkeypatch):
     """And what is forgotten is made again."""
-    monkeypatch.setattr(run, "_MOST", 5)
-    team = world._context.team
+    monkeypatch.setattr(run, "MOST", 5)
+    team = team_of()
     for turn in range(100):
         n = turn % 70 + 1
         whole = hd.concat(torch.full((n,), turn, dtype=torch.uint8))
@@ -145,7 +146,7 @@ def test_the_headers_of_many_ranks_stay_small():
 @pytest.mark.parametrize("n", [3, 300])
 def test_repeated_calls_are_known(n, world, last, rank, size, monkeypatch):
     """Also with out and counts, and where it was another rank whose extent changed once."""
-    team = world._context.team
+    team = team_of()
     team.repeats.clear(), team.plans.clear()  # as when there are too many
     x, out, part = torch.arange(n), torch.empty(n * size, dtype=torch.int64), torch.empty(n)
 

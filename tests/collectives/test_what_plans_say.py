@@ -10,6 +10,7 @@ from hpcdist.comm import tuning
 from hpcdist.comm.node_memory import Windows
 from hpcdist.routes import c10d, hdf5_files, mpi
 from hpcdist.routes.select import Staged
+from hpcdist.runtime.world import team_of
 from hpcdist.tensors import pool
 
 pytestmark = pytest.mark.mpi
@@ -17,9 +18,9 @@ pytestmark = pytest.mark.mpi
 SMALL, LARGE = 4, 40_000  # elements of float32: behind the headers, and above all limits but the pool's
 SPIED = [  # what moves data: (class, method, what a plan calls it)
     (mpi.Mpi, "exchange", "MPI sends and receives"),
-    (c10d._C10d, "exchange", "sends and receives"),
-    (hdf5_files._Hdf5, "allgatherv_sends", "a file in the staging folder"),
-    (hdf5_files._Hdf5, "exchange", "a file in the staging folder"),
+    (type(c10d.GLOO), "exchange", "sends and receives"),
+    (type(hdf5_files.HDF5_ROUTE), "allgatherv_sends", "a file in the staging folder"),
+    (type(hdf5_files.HDF5_ROUTE), "exchange", "a file in the staging folder"),
 ]
 
 
@@ -116,7 +117,7 @@ def test_bytes_and_result(findings, rank, size, monkeypatch):
 @pytest.mark.parametrize("n", [SMALL, LARGE])
 def test_shared_results(findings, world, n):
     """Which fall back to private memory below a size."""
-    team = world._context.team
+    team = team_of()
     root = world.world_size - 1
     for verb, args in [
         (hd.concat, (torch.zeros(n, 3), 1)),
@@ -133,7 +134,7 @@ def test_shared_results(findings, world, n):
 
 
 def test_no_windows_here(world, monkeypatch):
-    monkeypatch.setattr(world._context.team.windows, "problem", "none today")
+    monkeypatch.setattr(team_of().windows, "problem", "none today")
     x = torch.zeros(LARGE)
     said = hd.plan(hd.concat, x, shared=True)
     assert_on_all_ranks(world.comm, said.result == "new" and "none today" in str(said), said)
@@ -173,7 +174,7 @@ def test_mpi_by_sends_and_receives(findings, world, monkeypatch, moves):
 def test_through_pinned_buffers(world, monkeypatch):
     route = Staged(mpi.MPI_ROUTE)
     for operation, name in [("allgatherv", "MPI_Allgatherv"), ("alltoallv", "MPI sends and receives")]:
-        method = route.method(world._context.team, operation, 1000)
+        method = route.method(team_of(), operation, 1000)
         assert method.name == f"pinned host buffers, {name}"
         assert "cannot access the GPU memory" in method.reason
     assert route.name == "mpi"
@@ -194,5 +195,5 @@ def test_the_text(world, size):
     assert text == (
         f"concat: route mpi, MPI_Allgatherv\n  this rank sends {nbytes} bytes, receives {nbytes} bytes; result: new "
         "memory\n  because route='auto' takes mpi for data in host memory\n"
-        f"  because the data of a rank are more than the {world._context.team.inline} bytes that travel behind a header"
+        f"  because the data of a rank are more than the {team_of().inline} bytes that travel behind a header"
     )

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import hpcdist as hd
 from hpcdist.routes import mpi
+from hpcdist.runtime.world import context, team_of
 
 pytestmark = pytest.mark.mpi
 
@@ -21,10 +22,10 @@ pytestmark = pytest.mark.mpi
 def test_a_copy_of_a_communicator_has_a_team_of_its_own(world):
     """The team hangs on one communicator: MPI must not copy it to a duplicate that outlives it."""
     comm = world.comm.Split(0, -world.rank)
-    first = world._context.team_of(comm)
+    first = team_of(comm)
     copy = comm.Dup()
     comm.Free()
-    second = world._context.team_of(copy)
+    second = team_of(copy)
     alone = world.world_size == 1  # in reverse it is still the world
     assert_on_all_ranks(world.comm, alone or second is not first, "one team for two communicators")
     x = torch.tensor([copy.rank])
@@ -54,7 +55,7 @@ def _in_threads(step, count):
 def test_groups_of_the_same_ranks_are_kept_apart(world, size, findings, twins):
     """What is sent in one arrives in that one, and two threads on two groups do not get each other's data."""
     one, other = twins
-    teams = {id(world._context.team_of(group)) for group in (None, one, other)}
+    teams = {id(team_of(group)) for group in (None, one, other)}
     findings.check(len(teams) == 3, "a team for two groups")
     after, before = (world.rank + 1) % size, (world.rank - 1) % size
     handles = [hd.isend(f"in {i}", after, group=group) for i, group in enumerate((None, one, other))]
@@ -132,7 +133,7 @@ def test_groups_end_in_any_order(world, rank):
         hd.concat(torch.tensor([rank]), group=comm, async_op=True).wait(30)
     for comm in comms if rank % 2 else reversed(comms):
         comm.Free()
-    assert_on_all_ranks(world.comm, not [group for group in world._context.teams if group.freed], "a team is left")
+    assert_on_all_ranks(world.comm, not [group for group in context().teams if group.freed], "a team is left")
 
 
 def test_destroyed_groups_give_their_communicators_back(world, rank, size, findings):
@@ -144,7 +145,7 @@ def test_destroyed_groups_give_their_communicators_back(world, rank, size, findi
         findings.check(result.tolist() == list(range(size)), result)
         groups.append(group)  # that it is still referred to makes no difference
         dist.destroy_process_group(group)
-    kept = [group for group in world._context.teams if group.ended]
+    kept = [group for group in context().teams if group.ended]
     findings.check(len(kept) <= 1, f"{len(kept)} teams of groups that are gone")
     with pytest.raises(ValueError, match="the group has been destroyed"):
         hd.concat(torch.tensor([rank]), group=groups[0])
@@ -165,7 +166,7 @@ def test_messages_never_meet_the_users(world, findings, order, monkeypatch):
     """A receive from anyone with any tag, posted on the user's communicator before the verbs, gets the user's."""
     monkeypatch.setattr(mpi, "LIMIT", 10)  # sends and receives in pieces, which such a receive could take
     comm = world.comm if order == 1 else world.comm.Split(0, -world.rank)
-    own = world._context.team_of(comm).comm
+    own = team_of(comm).comm
     findings.check(MPI.Comm.Compare(own, comm) == MPI.CONGRUENT, "the library talks on the user's communicator")
     size, extents = comm.size, (2,) * comm.size
     got = np.zeros(1, dtype=np.int64)

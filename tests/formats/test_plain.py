@@ -1,42 +1,15 @@
-"""Arrays as plain bytes in a file: any box, into any strides, with windows of any size."""
+"""Arrays as plain bytes in a file: blocks, short runs; any box into any strides: tests/staging/test_save_load.py."""
 
 import hashlib
-import itertools
 import os
-import random
 
 import pytest
 import torch
-from cases import same_bits, whole_of
+from cases import whole_of
 
 from hpcdist.formats import plain
 from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
-
-
-def random_box(draw, shape):
-    offset = tuple(draw.randrange(extent + 1) for extent in shape)
-    return Box(offset, tuple(draw.randrange(extent - o + 1) for o, extent in zip(offset, shape, strict=True)))
-
-
-def random_shape(draw):
-    return tuple(draw.randrange(1, 7) for _ in range(draw.randrange(1, 5)))
-
-
-def test_any_box_into_any_strides(tmp_path, monkeypatch):
-    draw, path = random.Random(5), tmp_path / "x"
-    for turn in range(180):
-        monkeypatch.setattr(plain, "NEAR", (0, 16, 4096)[turn % 3])
-        monkeypatch.setattr(plain, "_TOGETHER", (40, 2**20)[turn % 2])
-        shape = random_shape(draw)
-        dtype = draw.choice((torch.int16, torch.float64, torch.complex64, torch.uint8))
-        whole, box = whole_of(shape, dtype, salt=turn), random_box(draw, shape)
-        path.write_bytes(b"head" + whole.numpy().tobytes())
-        with path.open("rb") as file:
-            for step, window in itertools.product((1, 2), (1, 50, 10**6)):
-                out = torch.zeros((*box.shape[:-1], step * box.shape[-1]), dtype=dtype)[..., ::step]
-                Raw("", 4, shape, dtype).read(file.fileno(), box, out, window)
-                assert same_bits(out, whole[box.slices()]), (shape, box, step, window)
 
 
 def test_blocks_and_their_checksum(tmp_path, monkeypatch):

@@ -36,6 +36,10 @@ NAMES = dict(zip(OPERATIONS, ("AllReduce", "Broadcast", "AllGather"), strict=Tru
 # One rank.
 
 
+def watch_of(world):
+    return world._stop._watch
+
+
 def stand_in(world, launched):
     """Let gloo's calls on the CPU be taken for NCCL's, and answer in place of RAS what the ranks write to files."""
     from hpcdist.tensors import accelerator
@@ -66,7 +70,7 @@ def stand_in(world, launched):
     if world.rank == int(os.environ["RAS_RANK"]):
         listener = socket.create_server(("localhost", port))
         threading.Thread(target=answer, args=(listener,), daemon=True).start()
-    world._stop._watch.follow(world.device, ("localhost", port))
+    watch_of(world).follow(world.device, ("localhost", port))
     return write
 
 
@@ -96,8 +100,9 @@ def rank(kind, bad, seed):
     synchronize()
     for group in (dist.group.WORLD, part):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=LIMIT if gpu else 1000), group)
-    world._stop._watch._limit = LIMIT / 4  # it looks more often
-    world._stop._watch._look_now()
+    watch = watch_of(world)
+    watch._limit = LIMIT / 4  # it looks more often
+    watch._look_now()
     world.comm.Barrier()
     mine = world.rank == bad
     os.write(1, f"hang {time.time()} rank {world.rank}\n".encode())

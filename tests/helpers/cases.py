@@ -265,7 +265,7 @@ def seal(path):
     """Let the state of a file be the checksum of what it holds now, as a program would that changes it lawfully."""
     with h5py.File(path, "r+") as file:
         own = file[hdf5.GROUP]
-        state = hdf5._seal({name: part[()].tobytes() for name, part in own.items()})
+        state = hdf5.seal({name: part[()].tobytes() for name, part in own.items()})
         own["state"][...] = np.frombuffer(state, np.uint8)
 
 

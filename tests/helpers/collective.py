@@ -1,5 +1,7 @@
 """Verdicts that all ranks of a test share: it fails on all of them, and no rank waits for one that has failed."""
 
+import os
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -8,7 +10,7 @@ import torch.distributed as dist
 from cases import copy_of, part, same_bits
 
 import hpcdist as hd
-from hpcdist.runtime import world as worlds
+from hpcdist.runtime.world import context, team_of
 from hpcdist.validation import collective
 from hpcdist.validation.collective import Call
 
@@ -22,9 +24,14 @@ _SHOWN = 6  # a loop with one mistake finds it in every turn
 def change_settings(patch, world, **changes):
     """Let the world have other settings until `patch` is undone."""
     changed = replace(world.settings, **changes)
-    teams = list(world._context.teams.values())
-    for holder in (world, world._context, *teams, *(team.background for team in teams)):
+    teams = list(context().teams.values())
+    for holder in (world, context(), *teams, *(team.background for team in teams)):
         patch.setattr(holder, "settings", changed)
+
+
+def windows_of(group=None):
+    """The bytes that each window of a team takes."""
+    return [os.fstat(slot.block.fd).st_blocks * 512 for slot in list(team_of(group).windows._slots.values())]
 
 
 def assert_on_all_ranks(comm, condition, message=""):
@@ -123,9 +130,14 @@ class Battery:
 
 def _meet(comm):
     """Fail, rather than wait, if a rank of the world has already left the test: see :func:`failures_elsewhere`."""
-    world = worlds._world
-    if world is not None and comm.size == world.world_size:
-        collective.exchange(world._context.team, Call("assert_on_all_ranks"))
+    if (team := _team_of_all(comm)) is not None:
+        collective.exchange(team, Call("assert_on_all_ranks"))
+
+
+def _team_of_all(comm):
+    """The team of the world, if there is one, and `comm` has all its ranks."""
+    with suppress(hd.HpcdistError):
+        return team_of() if comm.size == hd.current().world_size else None
 
 
 def failures_elsewhere(comm, error):
@@ -136,9 +148,8 @@ def failures_elsewhere(comm, error):
     Returns:
         What went wrong on the other ranks.
     """
-    world = worlds._world
-    if world is not None and comm.size == world.world_size:
-        collective.leave(world._context.team)
+    if (team := _team_of_all(comm)) is not None:
+        collective.leave(team)
     errors = comm.allgather(None if error is None else f"{type(error).__name__}: {error}")
     lines = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text is not None and rank != comm.rank]
     return "\n".join(lines) or None

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from launch import mpirun
+from launch import limit, mpirun
 
 STORE = """
     import gc, os, tempfile, time
@@ -28,11 +28,11 @@ STORE = """
         time.sleep(0.2)
         store().set("key", "value")
     assert store().get("key") == b"value"
-    begin = time.monotonic()
     try:
         store().wait(["missing"], timedelta(seconds=0.3))
+        raise AssertionError("it has waited for nothing")
     except RuntimeError:
-        assert 0.2 < time.monotonic() - begin < 20
+        pass
     child = os.fork()
     if not child:
         os.closerange(3, 1000)
@@ -79,7 +79,7 @@ STORE = """
         raise OSError("not allowed")
     if rank == 1:
         procstat.opened = fails
-    world = hd.init(timeout=3)
+    world = hd.init(timeout=float(os.environ["LIMIT"]))
     assert type(store()) is dist.TCPStore and store().host == "127.0.0.1", store()
     x = torch.ones(2)
     dist.all_reduce(x)
@@ -92,7 +92,7 @@ STORE = """
 @pytest.mark.once
 def test_the_store_of_one_node_and_of_ranks_that_cannot_open_each_others_files():
     """These connect by the loopback interface: torch's store, and the watching threads."""
-    job = mpirun(2, code=STORE)
+    job = mpirun(2, code=STORE, env={"LIMIT": limit(3)["HPCDIST_TIMEOUT"]})
     assert job.out.count("done") == job.out.count("sum 2") == 2, job.err
     waits = r"^\[rank\d\]: {} +\S+ +\d+ +all_reduce\(\) at .* {} +\d+.\d s  waits$"
     assert re.search(waits.format(0, r"recv\(\) at .*"), job.err, re.MULTILINE), job.err

@@ -7,8 +7,7 @@ from math import prod
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
-from strategies import BACKEND, layouts
+from strategies import Draw, layouts
 
 from hpcdist.layout import Block, Box, Boxes, Replicate, Split, balance, overlaps
 from hpcdist.tensors.dtensor import layout_of
@@ -22,12 +21,12 @@ def _of(box, shape):
     return _places(shape)[box.slices()].ravel().tolist()
 
 
-@settings(max_examples=300, deadline=None, backend=BACKEND)
-@given(st.data(), st.integers(1, 9))
-def test_any_layout(data, size):
+@pytest.mark.parametrize("turn", range(300))
+def test_any_layout(turn):
     """Its boxes, by numpy and torch; and it finds the whole from the parts."""
-    shape = tuple(data.draw(st.lists(st.integers(0, 8), max_size=3)))
-    made, parts = data.draw(layouts(shape, size, source=False))
+    draw = Draw(turn)
+    size, shape = draw.randint(1, 9), tuple(draw.randint(0, 8) for _ in range(draw.randint(0, 3)))
+    made, parts = layouts(draw, shape, size, source=False)
     boxes = made.boxes(shape, size)
     assert [box.slices() for box in boxes if box.size()] == [
         part for part, box in zip(parts, boxes, strict=True) if box.size()
@@ -99,29 +98,6 @@ def test_without_takes_out_and_keeps_the_rest():
         one, other = _box(draw, shape), _box(draw, shape)
         rest = [place for part in one.without(other) for place in _of(part, shape)]
         assert sorted(rest) == sorted(set(_of(one, shape)) - set(_of(other, shape)))
-
-
-def test_overlaps_send_each_element_once():
-    """Any boxes to any boxes: all that there is arrives, once, and what a rank has it is not sent."""
-    draw, shape = random.Random(7), (5, 4)
-    for _ in range(200):
-        size = draw.randrange(1, 5)
-        source, dest = ([_box(draw, shape) for _ in range(size)] for _ in range(2))
-        if draw.random() < 0.3:
-            source = Split(draw.randrange(2)).boxes(shape, size)
-        found = [overlaps(source, dest, rank) for rank in range(size)]
-        held = set().union(*(set(_of(box, shape)) for box in source))
-        for rank, (_, recvs, missing) in enumerate(found):
-            wanted = set(_of(dest[rank], shape))
-            assert sorted(place for _, box in recvs for place in _of(box, shape)) == sorted(wanted & held)
-            assert missing == len(wanted - held)
-            own = [place for sender, box in recvs if sender == rank for place in _of(box, shape)]
-            assert sorted(own) == sorted(wanted & set(_of(source[rank], shape)))
-            for sender, box in recvs:
-                assert set(_of(box, shape)) <= set(_of(source[sender], shape))
-            for sender in range(size):
-                sent = [box for to, box in found[sender].sends if to == rank]
-                assert sent == [box for by, box in recvs if by == sender]
 
 
 def test_copies_are_shared_among_their_holders():

@@ -3,7 +3,6 @@
 import os
 
 import pytest
-from facts import make
 from launch import mpirun
 
 from hpcdist.process.machine import beside, choose, domains
@@ -23,10 +22,12 @@ def test_what_linux_lists(tmp_path):
         f"{node}/online": "2-3,10\n",
         f"{pci}/0000:3b:00.0/local_cpulist": "6-7\n",
     }
-    root = make(tmp_path, files)
-    assert domains(root) == [{0, 1, 4}, {6, 7}]
-    assert beside("0000:3b:00", root) == {6, 7}
-    assert beside("0000:5e:00", root) == beside("", root) == set()
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert domains(tmp_path) == [{0, 1, 4}, {6, 7}]
+    assert beside("0000:3b:00", tmp_path) == {6, 7}
+    assert beside("0000:5e:00", tmp_path) == beside("", tmp_path) == set()
     assert domains(tmp_path / "absent") == []
 
 

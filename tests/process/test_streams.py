@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from launch import finished, mpirun, python, run, slowness
+from launch import finished, limit, mpirun, python, run
 
 import hpcdist
 
@@ -114,7 +114,7 @@ def test_a_job_without_standard_streams_ends_with_its_status(closed):
     """The reason has a way out still, unless the descriptors themselves are closed."""
     early, late, end, status, said = CLOSED[closed]
     code = JOB.format(early=early, late=late, end=end)
-    job = mpirun(2, code=code, env={"HPCDIST_TIMEOUT": str(2 * slowness())})
+    job = mpirun(2, code=code, env=limit(2))
     assert job.status == status and said in job.err, job
 
 

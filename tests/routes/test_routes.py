@@ -18,6 +18,7 @@ from hpcdist.formats import plain
 from hpcdist.layout import limits as sizes
 from hpcdist.routes import c10d, hdf5_files, mpi, select
 from hpcdist.routes.route import Alltoall, Vector
+from hpcdist.runtime.world import context, team_of
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.validation import collective
 
@@ -56,7 +57,7 @@ ROUTES = {
 def rules():
     """The stand-in for NCCL asserts its rules; its groups are made anew for each test, to see their first use."""
     yield
-    for team in hd.current()._context.teams.values():
+    for team in context().teams.values():
         STAND_IN.forget(team)
 
 
@@ -71,7 +72,7 @@ def limits(request, monkeypatch):
 
 def _team(world, order):
     """All ranks, in the order of the world or in reverse."""
-    return world._context.team if order > 0 else world._context.team_of(_reversed(world))
+    return team_of() if order > 0 else team_of(_reversed(world))
 
 
 _reverse = []
@@ -181,7 +182,7 @@ def test_staged_stays_within_its_window(findings, world, size, most, monkeypatch
     messages = whole_of((sum(counts),), torch.uint8)
     recv, mine, step = torch.zeros_like(messages), _part(messages, counts, world.rank), max(1, most // size)
     what = Vector(counts, starts(counts))
-    select.Staged(Spy()).prepare(world._context.team, "allgatherv", what)(mine, recv)
+    select.Staged(Spy()).prepare(team_of(), "allgatherv", what)(mine, recv)
     findings.same(recv, messages, "allgatherv")
     findings.check(len(seen) == -(-max(counts) // step), f"{len(seen)} rounds")
     within = all(send <= step and recv <= step * size for send, recv in seen)
@@ -190,7 +191,7 @@ def test_staged_stays_within_its_window(findings, world, size, most, monkeypatch
 
 def test_which_route_is_taken(world, size):
     """mpi for host memory; gloo is staged on all ranks alike where one has GPU memory."""
-    team = world._context.team
+    team = team_of()
     host, one_gpu = (MemoryKind.CPU,) * size, (MemoryKind.GPU, *(MemoryKind.CPU,) * (size - 1))
     taken = [select.agreed("gather", name, team, host) for name in ("auto", "gloo")]
     assert_on_all_ranks(world.comm, taken == [mpi.MPI_ROUTE, c10d.GLOO], taken)
@@ -202,7 +203,7 @@ def test_which_route_is_taken(world, size):
 def test_nccl_without_a_gpu_for_each_rank(world):
     """Refused everywhere, with what to do instead."""
     if world.settings.own_gpus:
-        assert c10d.NCCL.missing(world._context.team) is None
+        assert c10d.NCCL.missing(team_of()) is None
         return
     text = "route nccl needs a GPU of its own for each rank and a torch with NCCL; use route mpi or auto"
     refused(world, text, hd.concat, torch.zeros(2), route="nccl", ranks=range(world.world_size))
@@ -212,7 +213,7 @@ def test_repeated_calls_on_the_library_of_gpus(findings, world, rank, size, monk
     """They are kept as those by MPI: one exchange of headers, and one operation, on the caller's stream."""
     monkeypatch.setitem(select.ROUTES, "nccl", (STAND_IN.__module__, "STAND_IN"))
     select.load.cache_clear()
-    team, exchanges = world._context.team, []
+    team, exchanges = team_of(), []
     team.routes.clear(), team.repeats.clear()
     exchange = collective.exchange
     monkeypatch.setattr(collective, "exchange", lambda *args: (exchanges.append(args), exchange(*args))[1])

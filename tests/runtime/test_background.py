@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 import torch
 from collective import refused, several_ranks
-from launch import finished, mpirun
+from launch import finished, limit, mpirun
 
 import hpcdist as hd
 from hpcdist.runtime import background as handles
@@ -27,10 +27,8 @@ def test_it_goes_on_while_this_rank_does_other_things(world, last, rank, size, f
     else:
         handle = hd.concat(torch.full((2,), rank), async_op=True)
         findings.check(not handle.done(), "done before the last rank has come")
-        begin = time.monotonic()
         with pytest.raises(TimeoutError, match="it continues"):
             handle.wait(0.05)
-        findings.check(time.monotonic() - begin < 20, "a late timeout")
         world.comm.Barrier()
     for _ in range(2000):  # nobody calls MPI here: the background does
         if handle.done():
@@ -221,7 +219,7 @@ def test_async_op_that_differs_is_told_at_the_deadline():
 hd.concat(x, async_op=True).wait()
 show(lambda: hd.concat(x, async_op=True).wait() if odd else hd.concat(x))
 """,
-        env={"HPCDIST_TIMEOUT": "2"},
+        env=limit(2),
     )
     assert job.status != 0
     told = r"has not reached this call: .* with(out)? async_op, and this call is with(out)? it: async_op must agree"

@@ -1,6 +1,5 @@
 """init(), World and finalize(): in the job that runs the tests, and in jobs of many worlds one after the other."""
 
-import socket
 import textwrap
 
 import pytest
@@ -9,7 +8,6 @@ import torch.distributed as dist
 from launch import finished, mpirun, python, run
 from mpi4py import MPI
 
-from hpcdist.launch import rendezvous
 from hpcdist.tensors.accelerator import shared_gpu
 
 HEAD = """
@@ -368,9 +366,3 @@ def test_ranks_that_share_a_gpu_are_named():
     assert shared_gpu(["GPU-a", "GPU-b", None]) is None
     text = shared_gpu(["GPU-a", "GPU-b", "GPU-a"])
     assert "ranks 0 and 2 share one GPU (GPU-a)" in text and "backend='gloo'" in text
-
-
-def test_the_host_name_need_not_resolve():
-    """Addresses come from the interfaces; the name is only a hint."""
-    for address in rendezvous._addresses():
-        assert socket.inet_aton(address) and not address.startswith("127.")

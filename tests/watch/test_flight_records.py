@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch._C._distributed_c10d as c10d
-from launch import mpirun
+from launch import limit, mpirun
 from torch.distributed.flight_recorder import fr_trace
 from torch.distributed.flight_recorder.components import fr_logger
 
@@ -85,7 +85,7 @@ def test_calls_of_one_number_that_differ(mine, odd, error, analyse):
     assert f"Error type: {error}_MISMATCH" in said  # whose fault it is depends on the file that it reads first
 
 
-@pytest.mark.parametrize("verb", [*flight_records._TYPES, "save", "the backward pass of concat"])
+@pytest.mark.parametrize("verb", [*flight_records.TYPES, "save", "the backward pass of concat"])
 def test_a_call_that_all_ranks_have_reached_has_no_errors(verb, analyse):
     sizes = ["8 x torch.float32, 3 x torch.int64"] * 3 if verb == "concat" else ["8 x torch.float32"] * 3
     said = analyse(*[busy(call(5, f"{verb}() at train.py:7"), size) for size in sizes])
@@ -127,7 +127,7 @@ PROGRAM = """
 import os, time, torch
 import torch.distributed as dist
 import hpcdist as hd
-world = hd.init(timeout=3)
+world = hd.init()
 if world.world_size == 2:
     dist.all_reduce(torch.ones(2), group=dist.new_group(backend="gloo"))
 hd.concat(torch.ones(world.rank + 1))
@@ -142,7 +142,7 @@ dist.all_reduce(torch.ones(4))
 
 def hang(np, tmp_path, **env):
     """The folders that the message names, and the whole message."""
-    job = mpirun(np, "-c", PROGRAM, cwd=tmp_path, env={"TMPDIR": str(tmp_path), **env})
+    job = mpirun(np, "-c", PROGRAM, cwd=tmp_path, env={"TMPDIR": str(tmp_path), **limit(3), **env})
     assert job.status != 0
     assert "HD601" in job.err, job.err
     return [Path(name) for name in dict.fromkeys(re.findall(r"flight records: torchfrtrace (\S+)", job.err))], job.err

@@ -3,7 +3,6 @@
 import errno
 import os
 import tarfile
-import time
 from pathlib import Path
 
 import pytest
@@ -128,10 +127,8 @@ def test_a_disk_that_hangs_ends_the_job(tmp_path):
         tarfile.TarFile.extract = lambda *_: time.sleep(600)
         sys.exit(main(["data", "--to", "."]))
     """
-    start = time.monotonic()
     job = mpirun(2, code=code, cwd=tmp_path, env={"HPCDIST_TIMEOUT": "1"})
     assert job.status != 0 and "has made no progress for 1 s" in job.err, job
-    assert time.monotonic() - start < 30
 
 
 def test_the_options_of_rank_0_count(tmp_path):

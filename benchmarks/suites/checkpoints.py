@@ -1,6 +1,6 @@
 """Run PyTorch's own tests of torch.distributed.checkpoint over HDF5Writer and HDF5Reader, and over torch's own files.
 
-Usage: python tests/pytorch_suites/checkpoints.py --tests FOLDER --of VERSION
+Usage: python benchmarks/suites/checkpoints.py --tests FOLDER --of VERSION
 
 FOLDER is test/distributed/checkpoint of PyTorch's repository, github.com/pytorch/pytorch, and VERSION the torch that it
 is of. Nothing of it is in this repository. The FILES below save and load through a storage; the others of the folder do
@@ -38,7 +38,7 @@ HEAD = """# PyTorch's own tests of checkpoints
 
 PyTorch's tests of `torch.distributed.checkpoint` save and load through a storage. This page compares `HDF5Writer` and
 `HDF5Reader` ("hdf5") with torch's own `FileSystemWriter` and `FileSystemReader` ("files").
-[tests/pytorch_suites/checkpoints.py](../tests/pytorch_suites/checkpoints.py) writes it, and names the sources of the
+[benchmarks/suites/checkpoints.py](../benchmarks/suites/checkpoints.py) writes it, and names the sources of the
 tests. It replaces the storage without a change in a test. A test starts a process for each of its 2 or 4 ranks. They
 use gloo, without MPI. Pickles are allowed, as in torch's reader.
 

@@ -2,17 +2,17 @@
 
 import copy
 import io
-import os
 
 import pytest
 import torch
 from cases import DTYPES, EXTENTS, STRIDES, copy_of, extents_of, part, same_bits, strides_for, whole_of
-from collective import assert_on_all_ranks, change_settings, refused
+from collective import assert_on_all_ranks, change_settings, refused, windows_of
 
 import hpcdist as hd
 from hpcdist.comm import messages, tuning
 from hpcdist.layout import limits
-from hpcdist.routes import node_copy as window
+from hpcdist.routes import node_copy
+from hpcdist.runtime.world import team_of
 from hpcdist.tensors import shared_memory
 
 pytestmark = pytest.mark.mpi
@@ -33,9 +33,9 @@ BY_WINDOW = {"allgatherv": "window"}
 @pytest.fixture(params=["large pieces", "small pieces"])
 def small(request, monkeypatch):
     """Small messages take the way of large ones; and are cut, where the limits are lowered, too."""
-    monkeypatch.setattr(window, "SHARED_LEAST", 0)
+    monkeypatch.setattr(node_copy, "SHARED_LEAST", 0)
     monkeypatch.setattr(tuning, "default", lambda _, __, name: [tuning.Rule(0, 0, BY_WINDOW.get(name, "mpi"))])
-    monkeypatch.setattr(window, "_MESSAGE", 16)
+    monkeypatch.setattr(node_copy, "MESSAGE", 16)
     if request.param == "small pieces":
         monkeypatch.setattr(limits, "PIECE", 40)
         monkeypatch.setattr(limits, "WINDOW", 128)
@@ -47,13 +47,13 @@ def comm(request, world, monkeypatch):
     with pytest.MonkeyPatch.context() as patch:
         change_settings(patch, world, node_of=PLACES[request.param](world.world_size))
         found = world.comm.Split(0, -world.rank)
-        world._context.team_of(found)
+        team_of(found)
         yield found
         found.Free()
 
 
 def _team(world, group=None):
-    return world._context.team_of(group)
+    return team_of(group)
 
 
 @pytest.mark.usefixtures("small")
@@ -92,7 +92,7 @@ def test_each_byte_crosses_a_wire_once(world, comm, monkeypatch):
     """Where ranks share what comes over a wire. Counted where the messages are handed to MPI; shared and private
     results, and all local ranks take part."""
     received, real, team = [], messages.start, _team(world, comm)
-    helps, nodes = window.helps(team), team.topology.nodes
+    helps, nodes = node_copy.helps(team), team.topology.nodes
     assert_on_all_ranks(world.comm, helps == (1 < len(nodes) < comm.size), nodes)
     if not helps:
         return
@@ -146,8 +146,7 @@ def test_results_are_held_freed_and_their_memory_used_again(findings, world):
 def test_memory_of_a_node_is_that_of_one_result(world):
     group = world.comm.Dup()
     whole = hd.concat(torch.ones(1_000_003), shared=True, group=group)
-    slots = _team(world, group).windows._slots
-    taken = sum(os.fstat(slot.block.fd).st_blocks * 512 for slot in slots.values())
+    taken = sum(windows_of(group))
     assert_on_all_ranks(world.comm, whole.nbytes <= taken <= 1.05 * whole.nbytes, (taken, whole.nbytes))
     group.Free()
     assert_on_all_ranks(world.comm, whole.sum() == 1_000_003 * world.world_size, "held beyond its group")
@@ -184,7 +183,7 @@ def test_the_storage_of_a_result_is_its_own_part(world):
         sizes = got.untyped_storage().nbytes(), copy.deepcopy(got).untyped_storage().nbytes()
         good = sizes == (got.nbytes, got.nbytes) and len(file.getbuffer()) < got.nbytes + 4096
         file.seek(0)
-        unshared = world._context.team.unshared
+        unshared = team_of().unshared
         assert_on_all_ranks(world.comm, unshared is None and good, (sizes, unshared))
         assert_on_all_ranks(world.comm, torch.equal(torch.load(file), got))
 
@@ -198,7 +197,7 @@ def test_gradients_and_the_background(world, rank):
     good += [_good(world, handle.wait(), i) for i, handle in enumerate(later)]
     parts = hd.split(whole.detach() if rank == 0 else None, shared=True, async_op=True).wait()
     good.append(parts.eq(rank).all())
-    team = world._context.team.background
+    team = team_of().background
     assert_on_all_ranks(world.comm, all(good) and team.unshared is None, (good, team.unshared))
 
 

@@ -1,12 +1,12 @@
 """Memory that the ranks of a node share: where there is none, when a process dies, and in a child process."""
 
-import os
 import resource
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from collective import windows_of
 from launch import mpirun
 from mpi4py import MPI
 
@@ -14,14 +14,9 @@ import hpcdist as hd
 from hpcdist.activity import procstat
 from hpcdist.comm import node_memory
 from hpcdist.process import machine
+from hpcdist.runtime.world import team_of
 
 SIZE = 50_000
-
-
-@pytest.mark.parametrize("nbytes", [1, 4096, 4097, 10**6, 2**26, 2**26 + 1, 3 * 10**9])
-def test_capacities(nbytes):
-    found = node_memory._capacity(nbytes)
-    assert found % 4096 == 0 and nbytes <= found < nbytes * 17 / 16 + 4096
 
 
 @pytest.fixture
@@ -36,7 +31,7 @@ def _concat(world, group, findings, expected):
     whole = hd.concat(torch.full((SIZE,), float(world.rank)), shared=True, group=group)
     good = torch.equal(whole, torch.arange(world.world_size, dtype=torch.float32).repeat_interleave(SIZE))
     findings.check(good, "wrong values")
-    reason = str(world._context.team_of(group).unshared)
+    reason = str(team_of(group).unshared)
     findings.check(expected in reason, f"{reason!r}, expected {expected!r}")
     return whole
 
@@ -55,12 +50,11 @@ def test_without_room_results_are_private_and_say_why(world, last, group, findin
 @pytest.mark.mpi
 def test_room_for_one_result_is_enough(world, group, findings):
     """Though the ranks take their parts of it one after the other."""
-    windows_ = world._context.team_of(group).windows
     room = int(1.2 * 4 * SIZE * world.world_size)
 
     def available():
         time.sleep(0.2 * world.rank)
-        return room - sum(os.fstat(slot.block.fd).st_blocks * 512 for slot in windows_._slots.values())
+        return room - sum(windows_of(group))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "available", available)
@@ -73,10 +67,9 @@ def test_room_for_one_result_is_enough(world, group, findings):
 @pytest.mark.mpi
 def test_what_nobody_holds_is_given_back(world, group, findings):
     """By empty_cache(); and beyond a bound after a while, not only when another window is made."""
-    team = world._context.team_of(group)
 
     def taken():
-        own = sum(os.fstat(slot.block.fd).st_blocks * 512 for slot in list(team.windows._slots.values()))
+        own = sum(windows_of(group))
         world.comm.Barrier()
         return own
 
@@ -97,7 +90,7 @@ def test_what_nobody_holds_is_given_back(world, group, findings):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(node_memory, "KEPT", int(1.5 * nbytes))
         del whole, other
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while time.monotonic() < end and world.comm.allreduce(taken(), op=MPI.MAX) >= 1.5 * nbytes:
             time.sleep(0.1)
         findings.check(nbytes <= taken() < 1.5 * nbytes, "one is kept")
@@ -132,7 +125,7 @@ def test_the_number_of_windows_is_bounded(world, group, findings):
         held.clear()
         world.comm.Barrier()
         other = hd.concat(torch.ones(2 * SIZE), shared=True, group=group)
-        kept = world._context.team_of(group).windows.nbytes()
+        kept = team_of(group).windows.nbytes()
         findings.check(kept < 1.05 * other.nbytes, f"{kept} bytes are kept beside {other.nbytes}")
 
 
@@ -148,7 +141,7 @@ def test_few_windows_that_nobody_holds_are_kept(world, group, findings):
             held.clear()
             world.comm.Barrier()
         hd.concat(torch.ones(SIZE), shared=True, group=group)
-        slots = len(world._context.team_of(group).windows._slots)
+        slots = len(windows_of(group))
         findings.check(slots == 3, f"{slots} windows are kept, expected the one in use and 2")
 
 
@@ -163,6 +156,7 @@ def test_processes_that_cannot_open_each_others_memory_have_their_own(world, gro
 
 ENDS = """
     import os, signal, torch, hpcdist as hd
+    from hpcdist.runtime.world import team_of
     world = hd.init()
     whole = hd.concat(torch.full((100_000,), float(world.rank)), shared=True)
     mine, yours = os.pipe()
@@ -177,9 +171,9 @@ ENDS = """
     for i in range(3):
         world.comm.Barrier()
         again = hd.concat(torch.full((100_000,), 7. + i), shared=True)
-        assert again.unique().tolist() == [7. + i] and world._context.team.unshared is None
+        assert again.unique().tolist() == [7. + i] and team_of().unshared is None
         del again
-    assert len(world._context.team.windows._slots) == 1, world._context.team.windows._slots
+    assert team_of().windows.nbytes() < 800_000 + 2**17, team_of().windows.nbytes()
     os.write(yours, b"x")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child saw a later result"
     world.comm.Barrier()
@@ -197,7 +191,7 @@ def test_a_child_keeps_the_result_that_it_was_forked_with_and_nothing_is_left_af
     assert job.status != 0
     pids = [line.split()[1] for line in job.out.splitlines() if line.startswith("pid")]
     assert len(pids) == 2, job
-    end = time.monotonic() + 10  # mpirun may end a moment before the other rank does
+    end = time.monotonic() + 60  # mpirun may end a moment before the other rank does
     while any(Path(f"/proc/{pid}/fd").exists() for pid in pids):
         assert time.monotonic() < end, pids
         time.sleep(0.05)

@@ -10,10 +10,12 @@ import inspect
 import io
 import re
 from contextlib import redirect_stdout
+from pathlib import Path
 from types import FunctionType
 
 from pages import Page, Run, matches
 
+HERE = str(Path(__file__).parent)
 _RANKS = re.compile(r"on (?:rank \d+ of )?(\d+)(?: ranks)?")
 _COMMENT = re.compile(r" *# .*")
 _NETWORK = "model = torch.nn.Sequential(torch.nn.Linear(2, 2))\n"
@@ -74,7 +76,8 @@ def pages(folder):
             title = next(line for line in text[: text.index(">>>")].splitlines()[::-1] if line.strip())
             ranks = _RANKS.search(title)
             np = int(ranks[1]) if ranks else 2
-            code = f"import docstrings\n{GIVEN.get(path, '')}\ndocstrings.check({path!r}, globals())"
+            code = f"import sys\nsys.path.append({HERE!r})\nimport docstrings\n{GIVEN.get(path, '')}"
+            code += f"\ndocstrings.check({path!r}, globals())"
             found.append(Page(path, {}, [Run(path, 1, np, code=code, fresh=True)]))
     return found
 

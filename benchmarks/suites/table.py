@@ -7,7 +7,7 @@ OUTCOMES = ("passed", "failed", "skipped")
 HEAD = """# PyTorch's own test suites
 
 PyTorch has tests for its process groups. This page compares the results of this backend with those of gloo.
-[tests/pytorch_suites/suites.py](../tests/pytorch_suites/suites.py) writes it, and names the sources of the suites. It
+[benchmarks/suites/suites.py](../benchmarks/suites/suites.py) writes it, and names the sources of the suites. It
 runs both backends in the same way. Every rank is a process of one MPI job, and each test has a deadline. A test that
 fails runs once more, alone in a new job. If a suite asks for a backend's features, this backend reports gloo's, and
 those that gloo lacks: uneven all_gather, PREMUL_SUM, messages whose handle is dropped.

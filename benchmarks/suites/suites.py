@@ -1,6 +1,6 @@
 """Run PyTorch's own test suites of process groups with this backend and with gloo, and write docs/pytorch-suites.md.
 
-Usage: python tests/pytorch_suites/suites.py [--tests FOLDER] [--np NP ...] [--backend NAME ...]
+Usage: python benchmarks/suites/suites.py [--tests FOLDER] [--np NP ...] [--backend NAME ...]
 
 It runs what build/pytorch-suites has no result of yet: a JSON file for each suite, torch, number of ranks and backend.
 
@@ -29,7 +29,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-sys.path.insert(1, str(HERE.parent / "helpers"))
+sys.path.insert(1, str(ROOT / "tests" / "helpers"))
 
 import table  # noqa: E402
 from ranks import C10D, DISTRIBUTED  # noqa: E402

@@ -1,7 +1,13 @@
 """The pages on PyTorch's suites count what ran, and say where gloo, or torch's own storage, does better."""
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "suites"))
 import checkpoints
 from table import brief, page_of_suites as page
+
+sys.path.pop(0)
 
 ABOUT = {"suite": "distributed_test", "torch": "2.15.0", "mpi": "MPICH", "np": 2}
 FAILED = (

@@ -1,6 +1,6 @@
 """Run Horovod's own tests on hpcdist.horovod, and write docs/horovod-tests.md.
 
-Usage: python tests/horovod/run.py --horovod FOLDER [--environment NAME=PREFIX ...]
+Usage: python benchmarks/suites/horovod_tests.py --horovod FOLDER [--environment NAME=PREFIX ...]
 
 FOLDER is a clone of github.com/horovod/horovod, of which nothing is in this repository. PREFIX is the virtual
 environment of an MPI. Each rank runs pytest on a file, with stand-ins for the modules that it imports: hpcdist.horovod
@@ -18,10 +18,9 @@ from itertools import product
 from pathlib import Path
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(1, str(ROOT / "tests" / "pytorch_suites"))
+import suites
 
-import suites  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 PAGE = ROOT / "docs" / "horovod-tests.md"
 DEADLINE = 60  # seconds
@@ -30,8 +29,8 @@ HEAD = """# Horovod's own tests
 
 This page has the results of Horovod's tests of `horovod.torch` and of process sets on
 [hpcdist.horovod](start/from-horovod.md), without a GPU.
-`tests/horovod/run.py` runs them without a change, and writes this page. `torch.optim.Muon` is newer than the tests, and
-refuses the biases of their models, so it is hidden from them. A test that fails on any rank has failed.
+`benchmarks/suites/horovod_tests.py` runs them without a change, and writes this page. `torch.optim.Muon` is newer than
+the tests, and refuses the biases of their models, so it is hidden from them. A test that fails on any rank has failed.
 
 """
 TAIL = """
