@@ -5,7 +5,6 @@ A verdict is a pure function of facts. docs/fail/doctor.md is made from the tabl
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -196,12 +195,9 @@ _MIN_TEMPORARY = 2**24  # bytes
 _SLOW_START = 30.0  # seconds
 _SOCKET = 107  # characters of the path of a socket: linux/un.h, sun_path
 _LONGEST = len("/torch-shm-dir-123456/manager.sock")  # what torch and multiprocessing add to TMPDIR
-_COPY_ON_FORK = [5, 12]  # the first Linux in which a child does not take pages away that InfiniBand uses
 _BIND = "`srun --cpus-per-task=N --cpu-bind=cores`, `mpirun --bind-to core --map-by slot:PE=N`"
 _LITTLE, _TOO_LITTLE = 2**30, 2**28  # bytes of memory a rank: torch alone takes about a quarter of a GiB
-_LOCKED = 2**26  # bytes; with less, InfiniBand registers no buffers
 _FILES, _FILES_A_RANK = 256, 4  # open files of a rank: its own and its workers', and its connections to each other rank
-_SLOW_LINK = 0.25  # of the rate of InfiniBand
 _MIN_SHM = 2**24  # bytes per rank, for the messages of an MPI library within a node
 _GOOD_SHM = 2**27  # bytes per rank, enough for the batches of a DataLoader's workers as well
 _MIN_SPACE = 2**30  # bytes; with less, staging is likely to fail
@@ -328,21 +324,6 @@ def _temporary(facts: Facts) -> Verdict:
     return "ok", folder
 
 
-@Check(
-    "software", "DataLoader workers", "worker kernel", per=RANK, errors="worker",
-    fix="`DataLoader(..., multiprocessing_context='forkserver', persistent_workers=True)`, or `num_workers=0`; "
-    "with an old Linux, `export RDMAV_FORK_SAFE=1 IBV_FORK_SAFE=1`",
-)  # fmt: skip
-def _workers(facts: Facts) -> Verdict:
-    """A worker that was forked while MPI ran died or hung. Or the node has InfiniBand and a Linux before 5.12, where a
-    fork takes memory away from MPI."""
-    safe = {"RDMAV_FORK_SAFE", "IBV_FORK_SAFE"} & facts["environ"].keys()
-    old = [int(number) for number in re.findall(r"\d+", facts["kernel"])[:2]] < _COPY_ON_FORK
-    if old and known(facts, "rdma.ports") and not safe:
-        return "warning", f"with InfiniBand and Linux {facts['kernel']}, a fork may take pages away from MPI"
-    return "ok", "forked under this MPI, one read its data; it must not call hpcdist"
-
-
 def _show(cores: Iterable[int]) -> str:
     return ranks_text(cores).replace("rank", "core")
 
@@ -400,23 +381,6 @@ def _memory(ranks: Ranks) -> Verdict:
 
 
 @Check(
-    "limits", "ulimit -l", "limits", per=RANK,
-    fix="`ulimit -l unlimited` in the job script; `docker run --ulimit memlock=-1`; if it is refused, ask your centre "
-    "to set `LimitMEMLOCK=infinity` in slurmd.service, and `PropagateResourceLimitsExcept=MEMLOCK` in slurm.conf",
-)  # fmt: skip
-def _locked(facts: Facts) -> Verdict:
-    """The node has InfiniBand, which locks the memory that it sends from, and the limit is low."""
-    limit = facts["limits"]["locked"]
-    if not known(facts, "rdma.ports"):
-        return "ok", "no InfiniBand, which would need to lock memory"
-    if limit is None or facts["limits"]["locks_freely"]:
-        return "ok", "enough for InfiniBand"
-    what = "MPI and NCCL cannot register buffers" if limit < _LOCKED else "large buffers cannot be registered"
-    text = f"may lock {show_bytes(limit)}, where InfiniBand needs unlimited: {what}"
-    return "broken" if limit < _LOCKED else "warning", text
-
-
-@Check(
     "limits", "ulimit -n", "limits", per=RANK,
     fix="`ulimit -n $(ulimit -Hn)` in the job script; `docker run --ulimit nofile=65536`; if that is not enough, ask "
     "your centre to raise the hard limit",
@@ -463,35 +427,6 @@ def _gpus(ranks: Ranks) -> Verdict:
     return "ok", some(shown, 16, "ranks")
 
 
-@Check("GPUs", "AMD and Intel GPUs", "gpu.others", per=NODE, fix="`hpcdist.init(device='cpu')` works on such nodes")
-def _others(ranks: Ranks) -> Verdict:
-    """A node has GPUs of AMD (/dev/kfd) or Intel (/dev/dri). hpcdist was never tried on them. A torch built for ROCm
-    lists AMD's GPUs as CUDA devices."""
-    others = ranks[0]["gpu"]["others"]
-    return ("warning", f"{', '.join(others)}: hpcdist was never tried on them") if others else ("ok", "none")
-
-
-@Check(
-    "GPUs", "GPUs of the others", "gpu", per=NODE,
-    fix="`#SBATCH --ntasks-per-node=N --gpus-per-node=N`, `srun --gpu-bind=none`; hpcdist.init() gives each rank the "
-    "GPU of its local rank",
-)  # fmt: skip
-def _isolated(ranks: Ranks) -> Verdict:
-    """A rank has access only to its own GPU (`--gpus-per-task`, `--gpu-bind`). NCCL and a CUDA-aware MPI then copy
-    through host memory, or fail with cuIpcOpenMemHandle."""
-    seen = {gpu["id"] for facts in ranks for gpu in facts["gpu"]["gpus"]}
-    alone = [
-        facts for facts in ranks
-        if facts["gpu"].get("openable", 2**31) <= len(facts["gpu"]["gpus"]) < len(seen)
-    ]  # fmt: skip
-    if alone:
-        gpu = alone[0]["gpu"]
-        text = f"{names(alone)} may use {gpu['openable']} of the {gpu['in_node']} GPUs of the node, as with "
-        text += "--gpus-per-task or --gpu-bind: NCCL and a CUDA-aware MPI copy through host memory, or fail with "
-        return "warning", f"{text}cuIpcOpenMemHandle"
-    return "ok", "the ranks of a node reach each other's GPUs" if seen else "no GPUs"
-
-
 def socket_problem(facts: Facts) -> str | None:
     """Return why the interfaces that GLOO_SOCKET_IFNAME names would not do; None if they would, or it is not set."""
     return rendezvous.socket_problem(facts["environ"], facts["host"], facts["interfaces"])
@@ -504,60 +439,15 @@ def _gloo(facts: Facts) -> Verdict | None:
     return ("broken", f"{GLOO}={value}: {problem}") if problem else ("ok", f"{GLOO}={value}") if value else None
 
 
-def _active(facts: Facts) -> list[dict[str, Any]]:
-    return [port for port in known(facts, "rdma.ports") or [] if port["state"] == "ACTIVE"]
-
-
 @Check(
-    "network", "InfiniBand", "rdma",
-    fix="`srun --exclude=HOST`, or `export NCCL_IB_DISABLE=1`; and ask your centre to look at the link (`ibstat`)",
-)  # fmt: skip
-def _infiniband(ranks: Ranks) -> Verdict:
-    """Ports are not ACTIVE, or a link is slower than on other nodes."""
-    if not any(facts["rdma"]["ports"] for facts in ranks):
-        return "ok", "none: no node has a device"
-    # By the rate of their links together: a port without a cable, on every node, does not matter.
-    groups = grouped([local[0] for local in by_node(ranks)], lambda facts: sum(port["rate"] for port in _active(facts)))
-    texts = []
-    for group in groups:
-        ports = group[0]["rdma"]["ports"]
-        found = [f"{p['device']}/{p['port']} {p['state']} ({p['layer']}, {p['rate']:g} Gbit/s)" for p in ports]
-        hosts = some([facts["host"] for facts in group], 4, "nodes")
-        texts.append(f"{hosts}: {', '.join(found) or 'no device'}")
-    good = len(groups) == 1 and _active(ranks[0])
-    return "ok" if good else "warning", some(texts, 4, "kinds of nodes")
-
-
-@Check(
-    "network", "NCCL network", "nccl_network rdma",
-    fix="`unset NCCL_IB_DISABLE NCCL_NET`; `NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET` shows why; see InfiniBand and "
-    "`ulimit -l`; Slingshot: `module load aws-ofi-nccl`, `export NCCL_NET='AWS Libfabric'`; without this module, ask "
-    "your centre for it",
-    alike="the same environment and NCCL_ variables on all nodes", per=RANK,
-)  # fmt: skip
-def _nccl_network(facts: Facts) -> Verdict:
-    """According to its log, NCCL uses sockets between the nodes, although they have InfiniBand or Slingshot. Or the
-    ranks use different networks."""
-    text = f"NCCL uses {facts['nccl_network']}"
-    fast = [port["device"] for port in _active(facts)] + [name for name in facts["interfaces"] if name[:3] == "hsn"]
-    if facts["nccl_network"] == "Socket" and fast:
-        return "warning", f"{text} between the nodes, though they have {fast[0]}"
-    return "ok", text
-
-
-@Check(
-    "network", "bandwidth between nodes", "pair rdma", per=RANK,
+    "network", "bandwidth between nodes", "pair", per=RANK,
     fix=f"name the network to MPI: {_NETWORK}. Or load your centre's MPI module, which is built for it. In a "
     "container: `docker run --device=/dev/infiniband`. If other nodes are faster: `srun --exclude=HOST`, and tell "
     "your centre",
 )  # fmt: skip
 def _bandwidth(facts: Facts) -> Verdict:
-    """Two nodes have less than a quarter of InfiniBand's nominal bandwidth, because MPI uses another network."""
-    rate, promised = facts["pair"]["rate"], max((port["rate"] for port in _active(facts)), default=0) * 1e9 / 8
-    text = f"{rate / 1e6:.0f} MB/s to {facts['pair']['host']} through MPI"
-    if rate < _SLOW_LINK * promised:
-        return "warning", f"{text}, but the rate of InfiniBand is {promised / 1e6:.0f}"
-    return "ok", text
+    """The figure is ok, whatever it is. If it is much less than your network's, MPI uses another network."""
+    return "ok", f"{facts['pair']['rate'] / 1e6:.0f} MB/s to {facts['pair']['host']} through MPI"
 
 
 @Check(
@@ -589,21 +479,6 @@ def _folder(ranks: Ranks) -> Verdict:
     text += f", {show_bytes(free)} free"
     text += f" ({describe(found['mount'])})" if found["mount"] else ""
     return "ok" if free >= _MIN_SPACE else "warning", text
-
-
-@Check(
-    "folders", "file locking", "staging.free",
-    fix="`export HDF5_USE_FILE_LOCKING=FALSE`, and one job at a time for each file; or ask your centre to mount the "
-    "file system with flock (Lustre), or without nolock (NFS)",
-)  # fmt: skip
-def _locking(ranks: Ranks) -> Verdict:
-    """Files in the staging folder cannot be locked. hpcdist needs no locks, but h5py.File fails on such files. If
-    `HDF5_USE_FILE_LOCKING` is TRUE, HDF5 requires locks (broken)."""
-    setting = ranks[0]["environ"].get("HDF5_USE_FILE_LOCKING")
-    without = next((text for facts in ranks if (text := facts["staging"].get("locks"))), None)
-    if without is None or setting in ("FALSE", "0", "BEST_EFFORT"):
-        return "ok", "files in the staging folder can be locked, or need not be"
-    return "broken" if setting else "warning", f"{ranks[0]['staging']['folder']}: {without}; h5py.File fails there"
 
 
 @Check(

@@ -1,13 +1,11 @@
 """Examine a job: the facts of each rank, plain data that ``--json`` prints, and the steps that find them, in order.
 
 First comes what a rank finds out alone, then what the ranks find out together: mpi, node and local_rank; pair and
-staging on one rank of each node; sees, worker, init, file, routes and nccl_network.
+staging on one rank of each node; sees, init, file and routes.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import platform
 import re
@@ -17,7 +15,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from statistics import median
@@ -28,7 +26,6 @@ import psutil
 import torch
 import torch.distributed as dist
 import xxhash
-from torch.utils.data import DataLoader
 
 from hpcdist import staging
 from hpcdist.collectives.join import concat
@@ -40,7 +37,7 @@ from hpcdist.process.startup import __version__
 from hpcdist.routes import select
 from hpcdist.runtime import world
 from hpcdist.runtime.cli import placed, timed
-from hpcdist.runtime.world import World, environ
+from hpcdist.runtime.world import World
 from hpcdist.tensors import accelerator
 from hpcdist.tools.doctor.checks import Facts, known, socket_problem
 
@@ -51,12 +48,10 @@ _PREFIX = "hpcdist-doctor-"  # of the files that the doctor makes
 # Variables that are kept, beside those of the launchers. None is secret: --json shows them.
 _KEPT = (
     "OMPI_MCA_mpi_", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "CUDA_VISIBLE_DEVICES", "NCCL_",
-    "GLOO_SOCKET_", "OMP_", "HDF5_", "HPCDIST_", "MPI4PY_RC_", "TMPDIR", "RDMAV_FORK_SAFE", "IBV_FORK_SAFE",
-    "SLURM_CPU_BIND", "SLURM_GPUS_PER_TASK", "UCX_NET_DEVICES", "UCX_TLS", "MPIR_CVAR_CH4_NETMOD",
+    "GLOO_SOCKET_", "OMP_", "HDF5_", "HPCDIST_", "MPI4PY_RC_", "TMPDIR", "SLURM_CPU_BIND", "UCX_TLS",
+    "MPIR_CVAR_CH4_NETMOD",
 )  # fmt: skip
-_DEV, _SYS = Path("/dev"), Path("/sys")
-_VENDORS = {"0x1002": "AMD", "0x8086": "Intel"}  # of PCI devices
-_CAP_IPC_LOCK = 14  # linux/capability.h: this process may lock memory beyond the limit
+_DEV = Path("/dev")
 # File systems without a device that are local all the same; others without one are on the network.
 _LOCAL = (
     "tmpfs",
@@ -98,7 +93,6 @@ def launch(environ: Mapping[str, str]) -> Facts:
 def before_mpi(temporary: str) -> Facts:
     """Return the memory that this process can have, its limits (None is unlimited), and the folders that MPI needs."""
     files, most_files = (_limit(limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
-    capabilities = re.search(r"CapEff:\s*(\w+)", _read(Path("/proc/self/status")))
     group, limit = min(machine.groups(), key=lambda found: found[1], default=(None, None))
     return {
         "memory": {
@@ -109,8 +103,6 @@ def before_mpi(temporary: str) -> Facts:
             "group_id": group and group.stat().st_ino,  # each container may show its own group by one path
         },
         "limits": {
-            "locked": _limit(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
-            "locks_freely": bool(capabilities and int(capabilities[1], 16) >> _CAP_IPC_LOCK & 1),
             "files": files,
             "most_files": most_files,
         },
@@ -142,7 +134,6 @@ def software() -> Facts:
         },
         "prefix": sys.prefix,
         "environment": mount_of(sys.prefix),
-        "kernel": platform.release(),
         "hdf5": hdf5,
     }
 
@@ -152,25 +143,13 @@ def _digest(root: Path) -> str:
     return str(xxhash.xxh3_64_hexdigest(b"".join(path.read_bytes() for path in sorted(root.rglob("*.py")))))[:8]
 
 
-def try_worker() -> Facts:
-    """Read two batches through a DataLoader's worker, forked while MPI runs; return what was read, or the error."""
-    loader: DataLoader[int] = DataLoader(
-        range(2),  # type: ignore[arg-type]
-        num_workers=1, multiprocessing_context="fork", timeout=20,
-    )  # fmt: skip
-    try:
-        return {"read": [int(batch) for batch in loader]}
-    except (RuntimeError, OSError) as error:
-        return {"error": reason(error)}
-
-
 def cores() -> Facts:
     """Return the cores of this process and of the machine, and the number of torch's threads.
 
     "cores" are the CPUs of the kernel: hardware threads. "physical" has the lowest hardware thread of each of their
     physical cores. "domains" is the number of NUMA domains that have some.
     """
-    mine, cpu = sorted(os.sched_getaffinity(0)), f"{_SYS}/devices/system/cpu/cpu"
+    mine, cpu = sorted(os.sched_getaffinity(0)), "/sys/devices/system/cpu/cpu"
     siblings = (_read(Path(f"{cpu}{core}/topology/thread_siblings_list")) or str(core) for core in mine)  # "0,64"
     return {
         "cores": mine,
@@ -190,56 +169,14 @@ def _read(path: Path) -> str:
 
 def gpus() -> Facts:
     """Return the GPUs visible to this process, and the number of those of the node."""
-    files = list(_DEV.glob("nvidia[0-9]*"))
-    gpu: Facts = {
-        "in_node": len(files),
-        "others": _other_gpus(),
-        "gpus": [],
-    }
+    gpu: Facts = {"in_node": len(list(_DEV.glob("nvidia[0-9]*"))), "gpus": []}
     try:
         gpu["gpus"] = [
             {"name": accelerator.properties(i).name, "id": accelerator.identity(i)} for i in range(accelerator.count())
         ]
     except (RuntimeError, AssertionError) as error:  # such as a driver that is too old, or a GPU in exclusive mode
         gpu["error"] = reason(error)
-    if 0 < len(gpu["gpus"]) < len(files):
-        gpu["openable"] = sum(map(_openable, files))
     return {"gpu": gpu}
-
-
-def _other_gpus() -> list[str]:
-    """Return the GPUs of AMD and Intel in this node, such as "AMD /dev/dri/renderD128"; and AMD's compute driver."""
-    found = [f"AMD {_DEV / 'kfd'}"] if (_DEV / "kfd").exists() else []
-    for path in sorted((_DEV / "dri").glob("renderD*")):
-        vendor = _VENDORS.get(_read(_SYS / "class" / "drm" / path.name / "device" / "vendor"))
-        found += [f"{vendor} {path}"] if vendor else []
-    return found
-
-
-def _openable(path: Path) -> bool:
-    """Whether this process may use a GPU: a control group may forbid it, which CUDA_VISIBLE_DEVICES does not."""
-    with suppress(OSError):
-        path.open("rb+", buffering=0).close()
-        return True
-    return False
-
-
-def network() -> Facts:
-    """Return this node's interfaces, their addresses, and its InfiniBand ports."""
-    ports = [_port(folder) for folder in sorted((_SYS / "class" / "infiniband").glob("*/ports/*"))]
-    return {"interfaces": rendezvous.interfaces(), "rdma": {"ports": ports}}
-
-
-def _port(folder: Path) -> Facts:
-    """Return device, port, state ("ACTIVE"), Gbit/s and link layer of an InfiniBand port: RoCE, Omni-Path, EFA, too."""
-    speed = re.match(r"[\d.]+", _read(folder / "rate"))  # "200 Gb/sec (4X HDR)"
-    return {
-        "device": folder.parent.parent.name,
-        "port": folder.name,
-        "state": _read(folder / "state").rpartition(":")[2].strip(),  # "4: ACTIVE"
-        "rate": float(speed[0]) if speed else 0.0,
-        "layer": _read(folder / "link_layer"),
-    }
 
 
 def mount_of(folder: str) -> Facts | None:
@@ -263,15 +200,11 @@ def _space(folder: str) -> Facts:
 
 
 def try_folder(folder: str) -> Facts:
-    """Write a file in a folder, lock it as HDF5 does and read it; return the facts found."""
+    """Write a file in a folder and read it; return the facts found."""
     found: Facts = {"folder": folder, **_space(folder), "mount": mount_of(folder)}
     data = secrets.token_bytes(_TRIAL)
     try:
         with made(folder, data) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                found["locks"] = f"{errno.errorcode.get(error.errno or 0, error.errno)}: {reason(error)}"
             if not sees(file.name, data):
                 found["error"] = f"{folder}: the data read differ from those written"
     except OSError as error:
@@ -313,7 +246,7 @@ def examine(ranks: list[Facts], first: bool, limit: float) -> Steps[None]:
     yield "this rank's software", ALONE
     facts |= software()
     yield "this rank's hardware", ALONE
-    facts |= {**cores(), **gpus(), **network()}
+    facts |= {**cores(), **gpus(), "interfaces": rendezvous.interfaces()}
     if comm is None:
         yield "staging folder", ALONE
         facts["staging"] = try_folder(world.staging_folder(1))
@@ -371,10 +304,7 @@ def _examine_job(comm: MPI.Intracomm, ranks: list[Facts], limit: float) -> Steps
     leaders.Free()
     folder = (yield from _gather(comm, os.path.abspath(world.staging_folder(nodes))))[0]
     yield from try_staging(comm, facts, folder)
-    yield "DataLoader workers", ALONE
-    facts["worker"] = try_worker()
-    everyone = yield from _share(comm, ranks)
-    nccl_log = log_nccl(environ(), facts) if nodes > 1 else None
+    yield from _share(comm, ranks)
     yield "hpcdist.init()", TOGETHER
     facts["init"] = _tried(lambda: {"device": world.init(timeout=limit, staging=folder).device.type})
     everyone = yield from _share(comm, ranks)
@@ -391,7 +321,6 @@ def _examine_job(comm: MPI.Intracomm, ranks: list[Facts], limit: float) -> Steps
         if name == "gloo":  # else it fails or hangs in its first call
             absent = absent or next(filter(None, map(socket_problem, everyone)), None)
         facts["routes"][name] = {"absent": absent} if absent else _time(here, name)
-    facts["nccl_network"] = nccl_log and read_nccl_log(nccl_log)
     yield from _share(comm, ranks)
     yield "hpcdist.finalize()", TOGETHER
     here.finalize()
@@ -445,24 +374,6 @@ def try_staging(comm: MPI.Intracomm, facts: Facts, folder: str) -> Steps[None]:
         facts["sees"] = sees(path, data) if path else None
         yield from _gather(comm, None)
         yield "staging folder", ALONE
-
-
-def log_nccl(environ: MutableMapping[str, str], facts: Facts) -> Path:
-    """Have NCCL write to a file which network it uses, unless the user reads its messages; return the file.
-
-    NCCL says it nowhere else. It reads the environment when it is first used.
-    """
-    path = Path(tempfile.gettempdir(), f"{_PREFIX}nccl-{facts['id']}.log")
-    if "NCCL_DEBUG" not in environ:
-        environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(path))
-    return path
-
-
-def read_nccl_log(path: Path) -> str | None:
-    """Return the network that NCCL uses ("IB", "Socket", a plugin's name) and remove the file; None if unknown."""
-    found = re.search(r"Using network (.+)", _read(path))
-    path.unlink(missing_ok=True)
-    return found[1].strip() if found else None
 
 
 def _tried(step: Callable[[], Facts]) -> Facts:

@@ -16,17 +16,12 @@ def mount(kind, point):
     return {"point": point, "type": kind, "network": kind in ("lustre", "nfs4", "nfs", "gpfs")}
 
 
-def port(device, state="ACTIVE", rate=200.0):
-    """A port of InfiniBand."""
-    return {"device": device, "port": "1", "state": state, "rate": rate, "layer": "InfiniBand"}
-
-
 def rank(number, *, node=0, local_rank=0, environ=None):
     """Made-up facts of a healthy rank: two nodes of 64 cores, a GPU for each rank, two networks."""
     host = "ab"[node > 0]
     address = f"10.0.0.{1 + (node > 0)}"
     leads = local_rank == 0
-    staging = {"folder": "/scratch", "free": 2**49, "locks": None, "mount": mount("lustre", "/scratch")}
+    staging = {"folder": "/scratch", "free": 2**49, "mount": mount("lustre", "/scratch")}
     return {
         "rank": number,
         "node": node,
@@ -51,7 +46,6 @@ def rank(number, *, node=0, local_rank=0, environ=None):
         "prefix": "/sw/env",
         "start": 4.0,
         "temporary": {"folder": "/tmp", "bytes": GIB, "free": GIB, "mount": mount("xfs", "/tmp")},
-        "kernel": "6.1.0-18-amd64",
         "environment": mount("lustre", "/sw"),
         "cores": list(range(8 * local_rank, 8 * local_rank + 8)),
         "cpus": 64,
@@ -64,18 +58,15 @@ def rank(number, *, node=0, local_rank=0, environ=None):
             "group_id": 7,
             "available": 250 * GIB,
         },
-        "limits": {"locked": None, "locks_freely": False, "files": 1024, "most_files": 524288},
+        "limits": {"files": 1024, "most_files": 524288},
         "gpu": {
             "in_node": 2,
             "gpus": [{"name": "H200", "id": f"{host}, GPU-{host}{i}"} for i in range(2)],
         },
         "interfaces": {"lo": "127.0.0.1", "eth0": address, "docker0": "172.17.0.1"},
-        "rdma": {"ports": [port("mlx5_0"), port("mlx5_1")]},
         "shm": {"bytes": 128 * GIB, "free": 127 * GIB},
         "hdf5": {"h5py": "3.16.0", "hdf5": "1.14.6", "parallel": True},
         "sees": True,
-        "worker": {"read": [0, 1]},
-        "nccl_network": "IB",
         "routes": {"mpi": {"seconds": 0.001}},
         **({"staging": staging} if leads else {}),
         **({"pair": {"host": "b", "rate": 20e9}} if leads and not node else {}),

@@ -140,21 +140,6 @@ def test_no_h5py_and_a_full_staging_folder(tmp_path):
     assert list((tmp_path / "full").iterdir()) == []
 
 
-UNLOCKED = """
-import errno, fcntl
-def flock(fd, how):
-    raise OSError(errno.ENOLCK, "No locks available")
-fcntl.flock = flock
-"""
-
-
-@pytest.mark.once
-def test_a_file_system_without_locks():
-    job = mpirun(0, code=UNLOCKED + EXAMINE, env={"HDF5_USE_FILE_LOCKING": "TRUE"})
-    assert found(job, "file locking", "export HDF5_USE_FILE_LOCKING=FALSE").startswith("broken")
-    assert job.status == 1
-
-
 @pytest.mark.once
 def test_a_job_that_works_but_slowly():
     """Two ranks on one core; torch takes all its threads. Nothing of it is broken."""
