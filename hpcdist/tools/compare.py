@@ -30,7 +30,7 @@ from hpcdist.collectives.split import split
 from hpcdist.comm.tuning import fingerprint
 from hpcdist.control.objects import run_on_all, run_on_root
 from hpcdist.errors import InputError
-from hpcdist.formats.paths import check_target, file_errors, read_json, write_errors, write_text
+from hpcdist.formats.paths import check_target, file_errors, read_json, write_text
 from hpcdist.layout import Split
 from hpcdist.runtime.cli import Table, progress, run, write_page
 from hpcdist.runtime.commandline import Parser, path, plural, show_bytes
@@ -310,7 +310,7 @@ def _asked(args: argparse.Namespace, size: int) -> list[str]:
     if len(args.files) != (0 if args.shapes or args.like else 2):
         raise InputError("HD505", "expected two files, or --shapes, or --like")
     args.output = args.output or ("change" if args.files else "compare")
-    for name in (args.output, *(Path(args.output).with_suffix(suffix) for suffix in (".json", ".html", ".png"))):
+    for name in (args.output, *(Path(args.output).with_suffix(suffix) for suffix in (".json", ".html"))):
         check_target(name, 0)
     if args.like:
         return _traced(Path(args.like), size)
@@ -486,28 +486,6 @@ def _against(names: list[str]) -> Report:
     return [f"{second} against {first}: {plural(len(tables), 'case')}", line], tables, groups
 
 
-def _png(path: Path, title: str, groups: list[Group]) -> str:
-    """Draw the picture as PNG; return what to print."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return "no PNG: matplotlib is not installed (pip install 'hpcdist[bench]')"
-    rows = list[tuple[str, str, float, str]]()
-    for case, bars in groups:
-        longest = max(seconds.median for _, _, seconds, _ in bars)
-        rows.append((case[:90], "none", 0.0, ""))
-        rows += [(label, colour, seconds.median / longest, text) for label, colour, seconds, text in bars]
-    labels, colours, lengths, texts = zip(*rows, strict=True)
-    figure = Figure(figsize=(8, 0.5 + 0.25 * len(rows)), layout="constrained")
-    panel = figure.subplots()
-    panel.bar_label(panel.barh(range(len(rows)), lengths, color=colours, tick_label=labels), texts, padding=3)
-    panel.set(title=title, xticks=[], xlim=(0, 1.4), frame_on=False)
-    panel.invert_yaxis()
-    with write_errors(path):
-        figure.savefig(path, dpi=150)
-    return str(path)
-
-
 def _reported(args: argparse.Namespace, record: dict[str, Any]) -> str:
     """Write the files, and return the report for a terminal."""
     target = Path(args.output).with_suffix(".json")
@@ -517,7 +495,6 @@ def _reported(args: argparse.Namespace, record: dict[str, Any]) -> str:
         write_text(target, json.dumps(record, indent=1) + "\n")
         written.append(str(target))
     write_page(written[0], lines, tables, "bars.html.j2", groups=groups)
-    written.append(_png(target.with_suffix(".png"), lines[0], groups))
     return "\n\n".join(["\n".join(lines), *map(str, tables), f"written: {', '.join(written)}"])
 
 
@@ -543,7 +520,7 @@ def parser() -> Parser:
     )  # fmt: skip
     p.add_argument(
         "-o", "--output", type=path, metavar="NAME",
-        help="files to write: NAME.json, NAME.html and, with matplotlib, NAME.png (default compare, or change)",
+        help="files to write: NAME.json and NAME.html (default compare, or change)",
     )  # fmt: skip
     p.add_argument("--seconds", type=int, default=60, help="target duration (default 60)")
     return p
