@@ -8,7 +8,8 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-from hpcdist.commands.arrays import Report, add_options, check_output, copied, copy, finish, reading
+from hpcdist.commands.arrays import Report, add_options, check_output, copied, copy, finish
+from hpcdist.commands.inputs import reading
 from hpcdist.control import objects
 from hpcdist.errors import InputError
 from hpcdist.formats import safetensors

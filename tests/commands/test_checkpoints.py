@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import assert_refused, load, same_bits
 
-from hpcdist.commands import arrays
+from hpcdist.commands import inputs
 from hpcdist.errors import FileError, InputError
 from hpcdist.layout import Box
 from hpcdist.staging.reader import OpenFiles, TensorReader
@@ -70,7 +70,7 @@ def test_every_tensor_is_read_as_torch_reads_it(monkeypatch):
             assert same_bits(load(f"{path}:{key}"), expected), (path, key)
             if key == "model/large":
                 continue
-            source = arrays.described(f"{path}:{key}")
+            source = inputs.described(f"{path}:{key}")
             array = TensorReader(OpenFiles(source.contents), source.stored, 8, verify=True)
             with array.files:
                 for dim, start in [(d, start) for d, extent in enumerate(x.shape) for start in range(extent)]:

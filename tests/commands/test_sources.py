@@ -12,7 +12,7 @@ from cases import assert_refused, load, same_bits, whole_of
 from safetensors.torch import save_file
 
 import hpcdist as hd
-from hpcdist.commands import arrays
+from hpcdist.commands import inputs
 from hpcdist.commands.arrays import join_main, parser
 from hpcdist.errors import HpcdistError
 from hpcdist.tensors.storage import BARE, DTYPES
@@ -81,7 +81,7 @@ def test_names_and_patterns(alone):
         "*.h5:/x/y": ["c.h5:/x/y"],
         "d[1].npy": ["d[1].npy"],
     }.items():
-        assert [source.spec for source in arrays.find(alone, given.split(), 0).sources] == names
+        assert [source.spec for source in inputs.find(alone, given.split(), 0).sources] == names
 
 
 def test_an_array_is_not_taken_twice_by_whatever_paths(alone):
@@ -98,9 +98,9 @@ def test_an_array_is_not_taken_twice_by_whatever_paths(alone):
     twice = "*.npy", "./a.npy", os.path.abspath("a.npy"), "sub/a.npy", "soft.npy", "hard.npy"
     for given in (*(f"a.npy {name}" for name in twice), "one.pt ./one.pt:a/x", "one.h5:x one.h5:/x"):
         with pytest.raises(HpcdistError, match="named twice"):
-            arrays.find(alone, given.split(), 0)
+            inputs.find(alone, given.split(), 0)
     for fine in ("a.npy b.npy", "two.npz:x two.npz:y"):
-        assert len(arrays.find(alone, fine.split(), 0).sources) == 2
+        assert len(inputs.find(alone, fine.split(), 0).sources) == 2
 
 
 def test_names_with_anything_in_them(alone):
@@ -110,7 +110,7 @@ def test_names_with_anything_in_them(alone):
         for suffix in SUFFIXES:
             path = f"{name}{suffix}"
             gather(alone, "in.npy", f"--output={path}")
-            assert arrays.find(alone, [path], 0).sources[0].spec == path
+            assert inputs.find(alone, [path], 0).sources[0].spec == path
             for spec in [path] if suffix == ".npy" else [path, f"{path}:data"]:
                 for by_library in (False, True):
                     assert load(spec, by_library).tolist() == [0, 1, 2], spec

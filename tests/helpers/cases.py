@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout
-from hpcdist.commands import arrays
+from hpcdist.commands import inputs
 from hpcdist.errors import HpcdistError
 from hpcdist.formats import hdf5
 from hpcdist.tensors.storage import BARE, DTYPES as DTYPES, copyable
@@ -239,8 +239,8 @@ def strides_for(dtype):
 
 def load(spec, by_library=False, window=2**20):
     """An array of a file, as the commands read it, or to compare with it, by the format's own library."""
-    source = arrays.described(spec)
-    data = arrays.joined([source], 0)
+    source = inputs.described(spec)
+    data = inputs.joined([source], 0)
     whole = layout.whole(data.shape)
     if by_library:
         return data.by_library()(whole).view(source.stored.shape)
