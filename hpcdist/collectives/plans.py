@@ -48,8 +48,8 @@ def plan(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None, *
     A plan does not foresee that the node will have no memory for a shared result or for a window.
 
     Args:
-        verb: :func:`hpcdist.gather`, :func:`hpcdist.concat`, :func:`hpcdist.split`, :func:`hpcdist.redistribute`,
-            :func:`hpcdist.staging.load` or :func:`hpcdist.staging.save` itself. Must agree.
+        verb: :func:`hpcdist.gather`, :func:`hpcdist.concat`, :func:`hpcdist.split`, :func:`hpcdist.redistribute`
+            or :func:`hpcdist.staging.load` itself. Must agree.
         args, group, options: the arguments of the verb, `x` first, which is a tensor. Only its shape, dtype and device
             are used. `async_op` makes no difference.
 

@@ -17,7 +17,6 @@ _RESULTS = {
     "shared": "memory that the ranks of this node share",
     "out": "out",
     "structure": "a structure; its large tensors in memory from the pool",
-    "file": "a file",
     "none": "None",
 }
 
@@ -28,16 +27,16 @@ class Plan:
 
     Attributes:
         verb: name of the verb.
-        route: "mpi", "nccl", "gloo" or "hdf5"; "none" of files that the ranks read or write alone.
+        route: "mpi", "nccl", "gloo" or "hdf5"; "none" of files that the ranks read alone.
         methods: how data move, such as "MPI_Allgatherv". The same on all ranks.
         sent, received: bytes that this rank sends to and receives from other ranks, counted for every receiver.
-        result: memory of this rank's result: "new", "pool", "shared", "out", "structure" (of several loaded tensors),
-            "file" or "none".
+        result: memory of this rank's result: "new", "pool", "shared", "out", "structure" (of several loaded tensors)
+            or "none".
         reasons: the reasons for route and method. The same on all ranks.
         shape: of the whole tensor; None if there are several tensors.
         box: box of the whole tensor that this rank receives, of size 0 if it receives none; None as for `shape`.
-        file_bytes: for a function of :mod:`hpcdist.staging`: bytes of data that this rank reads from the file, or
-            writes to it. Bytes that it reads only to compare a checksum, or between short runs, are not counted.
+        file_bytes: for :func:`hpcdist.staging.load`: bytes of data that this rank reads from the file. Bytes that it
+            reads only to compare a checksum, or between short runs, are not counted.
         file_bytes_of_all, sent_by_all: `file_bytes` and `sent` of all ranks together. The same on all ranks.
     """
 
@@ -62,7 +61,7 @@ class Plan:
 
         Args:
             x: this rank's tensor, of the shape, dtype and device that the plan was made for; any strides. None where
-                the plan was made with None. Of ``staging.save``, the tensors; of ``staging.load``, nothing.
+                the plan was made with None. Of ``staging.load``, nothing.
             out, async_op: as in the planned verb.
 
         Returns:
@@ -76,8 +75,7 @@ class Plan:
         return self._call(*args, **options)
 
     def __str__(self) -> str:
-        does = "writes {} bytes to" if self.result == "file" else "reads {} bytes from"
-        file = f"  this rank {does.format(f'{self.file_bytes:,}')} the file, all ranks {self.file_bytes_of_all:,}"
+        file = f"  this rank reads {self.file_bytes:,} bytes from the file, all ranks {self.file_bytes_of_all:,}"
         lines = [
             f"{self.verb}: route {self.route}, {' and '.join(self.methods) or 'headers alone'}",
             f"  this rank sends {self.sent:,} bytes, receives {self.received:,} bytes; result: {_RESULTS[self.result]}",

@@ -29,7 +29,7 @@ from hpcdist.runtime.plan import Plan, planners
 from hpcdist.staging.arguments import SINGLE, agreed, check_inside, check_memory, check_out, nest, positive
 from hpcdist.staging.pieces import PiecePlan, block_bounds, deliver, piece_limit
 from hpcdist.staging.reader import OpenFiles, TensorReader, open_files
-from hpcdist.staging.save import plan_of_file, wait_for
+from hpcdist.staging.save import wait_for
 from hpcdist.staging.writer import WINDOW
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import Scratch, written
@@ -374,8 +374,14 @@ def _planned_load(*, group: Any, **arguments: Any) -> Plan:
         result = "out"
     elif len(call.wants) > 1:
         result = "structure"
-    how, run = tuple(sorted(set(call.methods.values()), reverse=True)), partial(load, **arguments, group=group)
-    return plan_of_file(team, _PLAN, traffic, verb=VERB, methods=how, result=result, reasons=(), _call=run)
+    file_bytes, sent, received = (sum(of) for of in zip((0, 0, 0), *traffic, strict=True))
+    everywhere = objects.all_gather_object(team.comm, (file_bytes, sent), _PLAN)
+    of_all, by_all = (sum(of) for of in zip(*everywhere, strict=True))
+    return Plan(
+        VERB, "mpi" if by_all else "none", tuple(sorted(set(call.methods.values()), reverse=True)), sent, received,
+        result, (), file_bytes=file_bytes, file_bytes_of_all=of_all, sent_by_all=by_all,
+        _call=partial(load, **arguments, group=group),
+    )  # fmt: skip
 
 
 def _traffic(call: _Load, key: str) -> tuple[int, int, int]:

@@ -93,11 +93,11 @@ class PiecePlan:
         own = sum(piece.intersect(self.held[rank]).size() for piece in pieces)
         met = [
             piece.intersect(self.held[peer]).size()
-            for piece in ([] if self.straight else pieces)
+            for piece in pieces
             for peer in self.held.intersecting(piece).tolist()
         ]
-        moved = (0, 0) if self.straight else (sum(met) - own, self.held[rank].size() - own)
-        return sum(piece.size() for piece in pieces) * itemsize, moved[0] * itemsize, moved[1] * itemsize
+        elements = sum(piece.size() for piece in pieces), sum(met) - own, self.held[rank].size() - own
+        return elements[0] * itemsize, elements[1] * itemsize, elements[2] * itemsize
 
     def met(self, rank: int, round_: int) -> list[tuple[int, int]]:
         """(owner, piece) for the pieces of a round of which a part lies in the box of `rank`."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -24,7 +23,6 @@ from hpcdist.formats.contents import Dataset
 from hpcdist.process import machine
 from hpcdist.runtime import world
 from hpcdist.runtime.background import Handle, check_threads, join_uploads, submit
-from hpcdist.runtime.plan import Plan, planners
 from hpcdist.staging import drivers
 from hpcdist.staging.arguments import (
     agreed,
@@ -60,9 +58,6 @@ if TYPE_CHECKING:
 
 
 VERB = "staging.save"
-# Seconds in which the call returns: Python gives a thread that plans a file 5 ms (sys.getswitchinterval) before the
-# caller's may go on.
-_HEAD_START = 1e-3
 
 _flights: dict[futures.Future[None], _Flight] = {}  # saves in the background, of this process, in order of the calls
 
@@ -197,12 +192,8 @@ def _save_later(team: Team, given: dict[str, Any], buffer: Any) -> Handle[None]:
             raise problem
         return held.pop()
 
-    def step(team: Team) -> None:
-        time.sleep(_HEAD_START)
-        _save(team, checked)
-
     team.calls[True] += 1
-    flight = _Flight(team, place, nbytes, submit(team, VERB, step))
+    flight = _Flight(team, place, nbytes, submit(team, VERB, lambda team: _save(team, checked)))
     future = flight.handle._future
     _flights[future] = flight
     future.add_done_callback(_flights.pop)  # no closure, which would hold the handle as long as the future lives
@@ -348,43 +339,6 @@ def _write(file: FileWriter, i: int, plan: PiecePlan, x: Tensor) -> None:
         mine = plan.piece(team.rank, round_)
         if collected is not None and mine is not None:
             file.put(i, mine, collected)
-
-
-def _planned_save(*, group: Any, buffer: Any, **arguments: Any) -> Plan:
-    """Plan a call of save(). Collective: see :func:`hpcdist.plan`."""
-    team = world.team_of(group)
-    name = "plan of staging.save"
-    with agreed(team, name, lambda: _check(**arguments)) as call:
-        datasets, plans = _plan(team, call)
-    traffic = [plan.traffic(team.rank, x.dtype.itemsize) for x, plan in zip(datasets, plans, strict=True)]
-    traffic = [(nbytes, sent, received) for nbytes, received, sent in traffic]
-    how = {True: "each rank writes its own data", False: "pieces are collected, and one rank writes each"}
-
-    def plan(tensors: Any, **options: Any) -> Any:
-        return save(**arguments | {"tensors": tensors, "buffer": buffer, "group": group} | options)
-
-    methods = tuple(dict.fromkeys(how[plan.straight] for plan in plans))
-    reason = f"writer={arguments['writer']!r} is {call.same['writer']}"
-    return plan_of_file(team, name, traffic, verb=VERB, methods=methods, result="file", reasons=(reason,), _call=plan)
-
-
-def plan_of_file(team: Team, name: str, traffic: Sequence[tuple[int, int, int]], **options: Any) -> Plan:
-    """Make a plan. Collective.
-
-    Args:
-        traffic: for each tensor, the bytes that this rank reads or writes, sends and receives.
-        options: of the plan, besides bytes and route.
-    """
-    file_bytes, sent, received = (sum(of) for of in zip((0, 0, 0), *traffic, strict=True))
-    everywhere = objects.all_gather_object(team.comm, (file_bytes, sent), name)
-    of_all, by_all = (sum(of) for of in zip(*everywhere, strict=True))
-    return Plan(
-        route="mpi" if by_all else "none", sent=sent, received=received, file_bytes=file_bytes,
-        file_bytes_of_all=of_all, sent_by_all=by_all, **options,
-    )  # fmt: skip
-
-
-planners[save] = _planned_save
 
 
 @dataclass(frozen=True, eq=False)

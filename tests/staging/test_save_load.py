@@ -12,7 +12,6 @@ from collective import assert_on_all_ranks
 from conftest import WRITERS, same
 from safetensors.torch import load_file, save_file
 
-import hpcdist as hd
 from hpcdist import layout, staging
 from hpcdist.formats import plain
 from hpcdist.formats.known import describe
@@ -101,26 +100,6 @@ def test_the_table_of_pieces(world, findings, folder, monkeypatch):
     sizes = table["shape"].prod(1)
     findings.check(sizes.max() <= 8 and sizes.sum() == whole.numel(), sizes)
     findings.check({*table["rank"].tolist()} == {r for r, extent in enumerate(extents) if extent}, table["rank"])
-
-
-@pytest.mark.parametrize("dim", [0, 1, None])
-def test_a_plan_of_a_save(dim, world, size, findings, folder):
-    """Nothing is written until it is called, with any values; what it says adds up."""
-    path, shared = folder / "x.h5", dim is None
-    x = torch.full((4, 6), 0 if shared else world.rank)
-    plan = hd.plan(staging.save, path, x, dim)
-    findings.check(not path.exists(), "written")
-    written, sent, received = map(world.comm.allreduce, (plan.file_bytes, plan.sent, plan.received))
-    findings.check(plan.file_bytes_of_all == written == x.nbytes * (1 if shared else size), plan)
-    findings.check(plan.sent_by_all == sent == received and (sent > 0) == (dim == 1 and size > 1), plan)
-    findings.check((plan.route, plan.result) == ("mpi" if sent else "none", "file"), plan)
-    findings.check("writes" in str(plan) and "because writer='auto' is" in str(plan), str(plan))
-    world.comm.Barrier()
-    plan(x + 1)
-    whole = x + 1 if dim is None else torch.cat([torch.full((4, 6), rank + 1) for rank in range(size)], dim)
-    load = hd.plan(staging.load, path, dim=None)
-    findings.same(load(), whole, "loaded")
-    findings.check(load.file_bytes == whole.nbytes and load.result == "new", load)
 
 
 _NAMES = (
