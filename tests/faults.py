@@ -22,13 +22,15 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE / "helpers"), str(HERE / "cluster")]
 
 from hosts import Hosts  # noqa: E402
+from launch import slowness  # noqa: E402
 
-LIMIT = 5  # seconds: the deadline of the jobs' calls
-GRACE = 10  # seconds more, until which a job has to have ended
+SLOWER = slowness()  # now: what follows are seconds of a quiet machine
+LIMIT = 5 * SLOWER  # the deadline of the jobs' calls
+GRACE = 10 * SLOWER  # more, until which a job has to have ended
 STARTS = 60  # seconds in which a job comes to its fault
 CALLS = 6
 PLACES = ("/tmp", "/dev/shm", "-xdev", "-mindepth", "1")  # of a host: not the checkout, should it lie in /tmp
-ENDS = 3  # seconds in which the processes of a launcher that has returned end
+ENDS = 3 * SLOWER  # in which the processes of a launcher that has returned end
 VERBS = ("concat", "gather", "split", "redistribute", "structure", "background", "ring", "save")
 ROUTES = ("mpi", "gloo", "hdf5")
 
@@ -92,7 +94,7 @@ def execute(run, hosts):
     said = folder.with_suffix(".said")
     what = {**asdict(run), "calls": CALLS, "folder": str(folder), "said": str(said)}
     ranks = [run.np] if run.hosts == 1 else [run.np // 2, run.np // 2]
-    job = hosts.start_mpirun(ranks, HERE / "faulty.py", json.dumps(what), env={"HPCDIST_TIMEOUT": str(LIMIT)})
+    job = hosts.start_mpirun(ranks, HERE / "faulty.py", json.dumps(what), env={"HPCDIST_TIMEOUT": f"{LIMIT:g}"})
     try:
         done = job.wait(STARTS + LIMIT + GRACE)
         run.status, run.output = done.status, done.out + done.err

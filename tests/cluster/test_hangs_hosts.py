@@ -7,12 +7,13 @@ import time
 
 import pytest
 from hosts import TESTS, Hosts
+from launch import slowness
 from test_security import SOCKETS
 
 pytestmark = pytest.mark.cluster
 PROGRAM = TESTS / "watch" / "hanging.py"
 UNKNOWN = r".*; its calls are unknown \[HD601\]"
-ENDS = 12  # seconds after which a launcher that waits for a lost host is ended
+ENDS = 12  # seconds of a quiet machine after which a launcher that waits for a lost host is ended
 
 
 def hang(hosts, ranks, reasons, limit=1.5):
@@ -67,7 +68,7 @@ def test_a_signal_prints_the_table_of_all_hosts():
         started = hang(hosts, [1, 2], "1:sleep", 60)
         pids = _wait_for(started, 3)
         os.kill(pids[2], signal.SIGUSR2)
-        time.sleep(4)
+        time.sleep(4 * slowness())
         started.process.terminate()
         found = _error(started)
     for rank, node in enumerate((1, 2, 2)):
@@ -91,13 +92,13 @@ def _wait_for(started, ranks):
         line = started.process.stdout.readline()
         assert line, "the job has ended"
         found |= {int(rank): int(pid) for rank, pid in re.findall(r"rank (\d) is (\d+)", line)}
-    time.sleep(1.5)
+    time.sleep(1.5 * slowness())
     return [found[rank] for rank in range(ranks)]
 
 
 def _error(started):
     """What the job says; a launcher that waits for a host which is gone is ended."""
-    end = time.monotonic() + ENDS
+    end = time.monotonic() + ENDS * slowness()
     while started.process.poll() is None and time.monotonic() < end:
         time.sleep(0.1)
     started.kill()
