@@ -3,6 +3,7 @@
 mpirun -n 2 python benchmarks/once.py async_save --folder DIR    until a save in the background returns, beside a copy
 mpirun -n 2 python benchmarks/once.py pages --folder DIR         the cost of keeping each page to one writing rank
 mpirun -n 2 python benchmarks/once.py stopping                   world.should_stop() beside an all_reduce of 8 bytes
+mpirun -n 2 python benchmarks/once.py small                      collectives of 8 bytes over "mpi" beside all_reduce
 
 DIR is on the disk to measure. On GPUs, async_save copies to pinned memory.
 """
@@ -122,7 +123,29 @@ def stopping(world: hd.World, asked: argparse.Namespace, folder: Path) -> None:
     compare(world, "stopping", ways, asked.rounds, calls=200)
 
 
-QUESTIONS = {"async_save": async_save, "pages": pages, "stopping": stopping}
+def small(world: hd.World, asked: argparse.Namespace, folder: Path) -> None:
+    size, x = world.world_size, torch.zeros(2)
+    whole, blocks = torch.zeros(2 * size), [torch.zeros(2) for _ in range(size)]
+    others = [torch.zeros(2) for _ in range(size)]
+    of_root = blocks if world.rank == 0 else None
+    ways: Ways = {
+        "all_reduce": partial(dist.all_reduce, x),
+        "all_gather_into_tensor": partial(dist.all_gather_into_tensor, whole, x),
+        "all_gather": partial(dist.all_gather, blocks, x),
+        "gather": partial(dist.gather, x, of_root, 0),
+        "scatter": partial(dist.scatter, x, of_root, 0),
+        "broadcast": partial(dist.broadcast, x, 0),
+        "reduce": partial(dist.reduce, x, 0),
+        "reduce_scatter_tensor": partial(dist.reduce_scatter_tensor, x, whole),
+        "reduce_scatter": partial(dist.reduce_scatter, x, blocks),
+        "all_to_all_single": partial(dist.all_to_all_single, whole, torch.zeros(2 * size)),
+        "all_to_all": partial(dist.all_to_all, others, blocks),
+        "barrier": dist.barrier,
+    }
+    compare(world, "8 bytes a rank and block", ways, asked.rounds, calls=200)
+
+
+QUESTIONS = {"async_save": async_save, "pages": pages, "stopping": stopping, "small": small}
 
 
 def main() -> None:

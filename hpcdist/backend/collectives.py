@@ -49,6 +49,7 @@ SLICE = 2**21  # bytes of it in a slot
 _AHEAD = 4  # slots that a root fills before the first of them must have been read by all
 _SIGN = [bytearray(), MPI.BYTE]  # a message without data
 SMALL = 2**15  # bytes of a tensor for which each microsecond counts
+FEW = 8  # ranks up to which a small tensor is reduced by the root alone
 PACKED = 2**16  # bytes of all messages up to which they are copied into one piece of memory
 
 
@@ -247,6 +248,22 @@ def all_reduce(team: Team, x: Tensor, op: Reduction) -> None:
         op.average(out, team.size)
 
 
+def _take_reduced(chunks: Chunks, out: Tensor, op: Reduction, start: int = 0) -> None:
+    """Reduce what all ranks have sent, from byte `start` on, in the order of the ranks."""
+    numel, nbytes, direct = out.numel(), out.nbytes, op.direct
+    if not numel:
+        return
+    if direct is not None and is_plain(out):
+        memory = address(out)
+        memory[:] = chunks[0][start : start + nbytes]
+        total = [memory, numel, direct[1]]
+        for chunk in chunks[1:]:
+            direct[0].Reduce_local([chunk[start : start + nbytes], numel, direct[1]], total)
+        return
+    with writable(out, read=False) as whole:
+        op.of([torch.frombuffer(x, dtype=out.dtype, count=numel, offset=start) for x in chunks], flat(whole))
+
+
 def _reduce_with_torch(team: Team, x: Tensor, op: Reduction) -> None:
     """Reduce a flat tensor in place: each rank a part of it, which it sends to all; a small one whole on every rank."""
     size, numel = team.size, x.numel()
@@ -261,12 +278,20 @@ def _reduce_with_torch(team: Team, x: Tensor, op: Reduction) -> None:
     _gather_bytes(team, bytes_of(parts[team.rank]), bytes_of(x), counts)
 
 
-def reduce(team: Team, x: Tensor, op: Reduction, root: int) -> None:
+def _reduce(team: Team, x: Tensor, op: Reduction, root: int) -> None:
     """Reduce the tensors of all ranks into `x` on the root; those of the other ranks stay as they are."""
     mine = packed([x])
     all_reduce(team, mine, op)
     if team.rank == root:
         copyto(x, mine.view(x.shape))
+
+
+def _take_reduce(chunks: Chunks, team: Team, x: Tensor, op: Reduction, root: int) -> None:
+    if team.rank == root:
+        _take_reduced(chunks, x, op)
+
+
+reduce = Step(_reduce, lambda team, x, op, root: _small(team, op.scaled(x)) if team.size <= FEW else None, _take_reduce)
 
 
 def _reduce_scatter(team: Team, out: Tensor, xs: Sequence[Tensor], op: Reduction) -> None:
@@ -281,11 +306,7 @@ def _reduce_scatter(team: Team, out: Tensor, xs: Sequence[Tensor], op: Reduction
 
 
 def _take_reduce_scatter(chunks: Chunks, team: Team, out: Tensor, xs: Any, op: Reduction) -> None:
-    numel = out.numel()
-    if numel:
-        start = team.rank * out.nbytes
-        with writable(out, read=False) as whole:
-            op.of([torch.frombuffer(x, dtype=out.dtype, count=numel, offset=start) for x in chunks], flat(whole))
+    _take_reduced(chunks, out, op, team.rank * out.nbytes)
 
 
 reduce_scatter = Step(
