@@ -76,7 +76,7 @@ class Place(NamedTuple):
     starts: list[int]
 
 
-def _check_visible(place: Place) -> None:
+def check_visible(place: Place) -> None:
     """Check that this rank sees the file that another one has made, and may write to it.
 
     Raises:
@@ -120,7 +120,7 @@ class _File:
             self.close()
 
     def _open(self) -> tuple[int, int]:
-        _check_visible(self._place)
+        check_visible(self._place)
         self.fd = os.open(self._place.path, os.O_RDWR | os.O_CLOEXEC)
         found = os.fstat(self.fd)
         return found.st_dev, found.st_ino

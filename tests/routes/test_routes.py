@@ -254,10 +254,10 @@ def test_the_staging_folder(findings, world, rank, tmp_path, monkeypatch):
         (folder / "hpcdist-stage-old.h5").touch()
         os.utime(folder / "hpcdist-stage-old.h5", (0, 0))
     seen = []
-    check = hdf5_files._check_visible
+    check = hdf5_files.check_visible
     monkeypatch.setattr(
         hdf5_files,
-        "_check_visible",
+        "check_visible",
         lambda p: (seen.append((os.path.realpath(p.path), os.stat(p.path).st_mode & 0o777)), check(p)),
     )
     whole = hd.concat(torch.full((2,), rank), route="hdf5")

@@ -64,7 +64,7 @@ def main(words: list[str]) -> int:
             prints = comm.rank == 0
             if comm.size > 1:
                 abort.install()
-            request = objects.run_on_root(comm, VERB, lambda: _request(args, os.environ))
+            request = objects.run_on_root(comm, VERB, lambda: request_of(args, os.environ))
             done = stage(comm, request)
             comm.Free()
             if prints:
@@ -78,7 +78,7 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def _request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
+def request_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
     name = args.job or "_".join(filter(None, map(environ.get, _JOBS)))
     try:
         timeout = deadline(None, environ.get("HPCDIST_TIMEOUT"))

@@ -109,9 +109,9 @@ def test_each_task_of_an_array_has_a_copy_of_its_own():
         ({"JOB_ID": "7", "SGE_TASK_ID": "1"}, "7_1"),
         ({"JOB_ID": "7", "SGE_TASK_ID": "undefined"}, "7_undefined"),
     ):
-        assert command._request(args, environ).job == name
+        assert command.request_of(args, environ).job == name
     args.job = "../mine"
-    assert command._request(args, environ).job == ".._mine"
+    assert command.request_of(args, environ).job == ".._mine"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8:strict"])
