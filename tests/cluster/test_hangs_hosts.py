@@ -7,7 +7,7 @@ import time
 
 import pytest
 from hosts import TESTS, Hosts
-from launch import slowness
+from launch import limit, slowness
 from test_security import SOCKETS
 
 pytestmark = pytest.mark.cluster
@@ -16,8 +16,8 @@ UNKNOWN = r".*; its calls are unknown \[HD601\]"
 ENDS = 12  # seconds of a quiet machine after which a launcher that waits for a lost host is ended
 
 
-def hang(hosts, ranks, reasons, limit=1.5):
-    return hosts.start_mpirun(ranks, PROGRAM, reasons, "concat", env={"LIMIT": str(limit)})
+def hang(hosts, ranks, reasons, seconds=1.5):
+    return hosts.start_mpirun(ranks, PROGRAM, reasons, "concat", env={"LIMIT": limit(seconds)["HPCDIST_TIMEOUT"]})
 
 
 SAID = {
