@@ -145,7 +145,7 @@ class Scatter(Plannable):
         if agreed.inline:
             header = team.headers.data(call.root, 0, agreed.inlines[call.root] // 8 * 8)
         else:
-            header = objects.broadcast_bytes(team.comm, _encoded(call, team.size), call.root)
+            header = team.comm.bcast(_encoded(call, team.size), call.root)
         if not header:
             problem = coded("HD211", "out is given, but the root has no tensor")
             objects.raise_problems(self.name, dict.fromkeys(agreed.outs, problem))

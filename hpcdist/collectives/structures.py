@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -164,7 +163,7 @@ def _allgather_headers(team: Team, mine: bytes, agreed: Agreed) -> list[bytes]:
     lengths = agreed.extents
     if agreed.inline:
         return [team.headers.data(rank, 0, length) for rank, length in enumerate(lengths)]
-    return objects.all_texts(team.comm, mine)
+    return team.comm.allgather(mine)
 
 
 def _check_classes(verb: str, team: Team, classes: Sequence[Sequence[Any]]) -> None:
@@ -226,8 +225,8 @@ class Distribution:
         for on_gpu in (False, True):
             sizes = [[held.nbytes[i] for i in held.large_of(on_gpu)] for held in self._contents]
             longest.append([max(round_) for round_ in zip_longest(*sizes, fillvalue=0)])
-        schedule = json.dumps([list(map(len, self._messages)), longest, _classes(call.trees)]).encode()
-        self._lengths, self._longest, classes = json.loads(objects.broadcast_bytes(team.comm, schedule, call.root))
+        schedule = list(map(len, self._messages)), longest, _classes(call.trees)
+        self._lengths, self._longest, classes = team.comm.bcast(schedule, call.root)
         _check_classes(call.verb, team, classes)
         used = {on_gpu for on_gpu in (False, True) if self._longest[on_gpu]}
         self._routes = _routes(call.verb, team, call.route, kinds, used)

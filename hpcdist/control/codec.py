@@ -7,24 +7,16 @@ None, booleans, numbers and strings are encoded as JSON does; everything else as
     ["N", class, ...] a named tuple            ["D", class, [name, value], ...] a dataclass
     ["d", [key, value], ...] a dict            ["o", [key, value], ...] an OrderedDict
 
-Other values are leaves, whose kinds the caller chooses. Those of small values, which :func:`encode` knows:
-
-    ["b", base64] bytes     ["y", name] a torch dtype     ["v", name] a device     ["f", path] a path
-    ["a", dtype, shape, base64] a numpy array; one without dims arrives as a numpy scalar
-
-Those of tensors are in :mod:`hpcdist.tensors.tree`.
+Other values are leaves, whose kinds the caller chooses: see :mod:`hpcdist.tensors.tree`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
-from base64 import b64decode, b64encode
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -270,71 +262,3 @@ def rebuild(spec: Any, leaf: Callable[..., Any]) -> Any:
         return int(spec[1], 16)
     node = node_of(spec)
     return leaf(*spec) if node is None else node.build([rebuild(part, leaf) for part in node.parts])
-
-
-def encode(value: Any) -> bytes:
-    """Encode a small value.
-
-    Raises:
-        TypeError: if it, or a part of it, is of a kind that is not listed above.
-    """
-    return json.dumps(describe(value, _leaf, _base), separators=(",", ":")).encode()
-
-
-def decode(text: bytes | bytearray) -> Any:
-    """Decode what :func:`encode` returned.
-
-    Raises:
-        ValueError: if the text is anything else.
-    """
-    try:
-        return rebuild(json.loads(text), lambda kind, *rest: _LEAVES[kind](*rest))
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        raise ValueError(f"not a value that a rank has encoded: {error}") from error
-
-
-def _leaf(value: Any) -> Any:
-    torch, np = sys.modules.get("torch"), sys.modules.get("numpy")  # whose values these are has imported them
-    if isinstance(value, (bytes, bytearray)):
-        return ["b", b64encode(value).decode()]
-    if torch is not None and isinstance(value, (torch.dtype, torch.device)):
-        return ["y" if isinstance(value, torch.dtype) else "v", str(value).removeprefix("torch.")]
-    if isinstance(value, Path):
-        return ["f", str(value)]
-    if np is not None and isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
-        descr = value.dtype.str if value.dtype.names is None else value.dtype.descr
-        return ["a", describe(descr, _leaf, _base), list(value.shape), b64encode(value.tobytes()).decode()]
-    return NotImplemented
-
-
-def _base(value: Any) -> Any:
-    """Describe a subclass, such as torch's version or an IntEnum, which arrives as its base."""
-    for base in (str, int, float):
-        if isinstance(value, base):
-            return base(value)
-    raise UnsupportedError(f"{type(value).__name__} cannot be sent to other ranks")
-
-
-def _dtype(name: str) -> Any:
-    import torch
-
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name} is not a dtype")
-    return dtype
-
-
-def _device(name: str) -> Any:
-    import torch
-
-    return torch.device(name)
-
-
-def _array(descr: Any, shape: list[int], data: str) -> Any:
-    import numpy as np
-
-    array = np.frombuffer(b64decode(data), np.dtype(rebuild(descr, _not_in_key))).reshape(shape)
-    return array.copy() if shape else array[()]
-
-
-_LEAVES: dict[str, Callable[..., Any]] = {"b": b64decode, "y": _dtype, "v": _device, "f": Path, "a": _array}

@@ -280,23 +280,22 @@ class FileWriter(RankWriter):
             except Exception as error:
                 self.fail(error)
         rows = np.array([(i, row, of) for (i, row), of in self.written.items()], np.uint64)
-        told = b"\1" + self.problem.encode() if self.problem else b"\0" + rows.tobytes()
-        everyone = objects.all_texts(self.team.comm, told, to_all=False)
+        everyone: Any = self.team.comm.gather((self.problem, rows.tobytes()))
         try:
             step = lambda: self._complete(everyone, datasets or self.datasets)  # noqa: E731
             objects.raise_problems(self.verb, objects.run_on_root(self.team.comm, self.verb, step))
         finally:
             self._discard()  # nothing, if it is complete
 
-    def _complete(self, everyone: Sequence[bytes], datasets: Sequence[Dataset]) -> dict[int, str]:
+    def _complete(self, everyone: Sequence[tuple[str | None, bytes]], datasets: Sequence[Dataset]) -> dict[int, str]:
         """Complete all files, on rank 0, or return a rank's error.
 
         Files get their names one after the other, the index last; until then, no index names old and new ones.
         """
-        problems = {rank: told[1:].decode() for rank, told in enumerate(everyone) if told[0]}
+        problems = {rank: problem for rank, (problem, _) in enumerate(everyone) if problem}
         if problems:
             return problems
-        written = [np.frombuffer(told[1:], np.int64).reshape(-1, 3) for told in everyone]
+        written = [np.frombuffer(rows, np.int64).reshape(-1, 3) for _, rows in everyone]
         several, indexed = len(self.names) > 1, self.path.endswith(safetensors.SUFFIX)
         if several and any(os.path.lexists(name) for name, _ in self.names):
             safetensors.replace_form(safetensors.index_of(self.path))

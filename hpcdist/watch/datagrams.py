@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pickle
 import select
 import socket
 import struct
@@ -16,7 +17,6 @@ from hmac import compare_digest
 from typing import Any
 
 from hpcdist.activity import procstat
-from hpcdist.control import codec
 
 KEY = 32  # bytes
 _DIGEST = 16  # bytes
@@ -75,7 +75,7 @@ class Datagrams:
 
     def send(self, address: Sequence[Any], message: dict[str, Any]) -> None:
         """Send a message, which is lost if the other rank does not exist, has too many, or if it is too long."""
-        body = zlib.compress(codec.encode(message))
+        body = zlib.compress(pickle.dumps(message))
         part = _HEAD.pack(self._digest(body), len(body)) + body
         if len(part) > select.PIPE_BUF:  # writes to a pipe are atomic up to this size
             return
@@ -102,7 +102,7 @@ class Datagrams:
                         break
                     data = data[_HEAD.size + length :]
                     if compare_digest(digest, self._digest(body)):
-                        found.append(codec.decode(zlib.decompress(body)))
+                        found.append(pickle.loads(zlib.decompress(body)))
                     elif self._socket is not None:  # a stranger's datagram: none of it is looked at again
                         break
                 self._rest = data if self._socket is None else b""  # a datagram is received whole

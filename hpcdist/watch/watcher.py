@@ -115,7 +115,7 @@ class Watch:
         self._record = SharedRecord(1 if file is None else local.size, file)  # of its own, if the node cannot share it
         self._slot = 0 if file is None else local.rank
         self._record.announce(self._slot, RUNNING)
-        key = objects.broadcast_bytes(comm, os.urandom(KEY) if comm.rank == 0 else b"", 0)
+        key = comm.bcast(os.urandom(KEY))
         self._datagrams = Datagrams(key, address)
         me = {"address": self._datagrams.address, "host": socket.gethostname(), "pid": os.getpid()}
         self._members = objects.all_gather_object(comm, {**me, "node": node, "slot": self._slot})

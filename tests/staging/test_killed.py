@@ -49,7 +49,7 @@ PROGRAM = """
     with hd.init(device="cpu") as world:
         for place, names in {
             os: ("pwrite", "write", "fsync", "replace", "open", "close", "truncate", "unlink"), h5py: ("File",),
-            objects: ("run_on_root", "run_on_all", "all_texts"), agree: ("exchange",),
+            objects: ("run_on_root", "run_on_all"), agree: ("exchange",),
             h5py.Group: ("create_group", "__getitem__"),
         }.items():
             for name in names:

@@ -351,7 +351,7 @@ def _send(
                     if not size:
                         return
                     piece, ahead = ahead.result(), thread.submit(_joined, tar)
-                    piece = objects.broadcast_bytes(comm, piece, 0)
+                    piece = _broadcast(comm, piece, size)
                     if xxhash.xxh3_128_digest(piece) != digest:
                         raise FileError("HD404", f"{_HOST}: the data were damaged in transit")
                     yield piece
@@ -366,6 +366,13 @@ def _send(
             raise
         except Exception as error:
             objects.run_on_all(comm, VERB, partial(fail, error))  # in place of the next piece
+
+
+def _broadcast(comm: MPI.Intracomm, piece: bytes, size: int) -> bytes:
+    """Return rank 0's bytes, of this size, on every rank. Collective over `comm`."""
+    data = bytearray(piece if comm.rank == 0 else size)
+    comm.Bcast(data)
+    return bytes(data)
 
 
 def _joined(blocks: Iterator[bytes]) -> bytes:

@@ -9,7 +9,6 @@ import pytest
 from collective import assert_on_all_ranks, refused, several_ranks
 from launch import mpirun
 
-from hpcdist.control import objects
 from hpcdist.tools.stage_env import stage
 from hpcdist.tools.stage_env.stage import Request
 
@@ -102,15 +101,15 @@ def test_what_is_damaged_on_its_way_gets_no_name(world, shared, to, monkeypatch)
     """In the contents of a file, which nothing else would notice."""
     comm, received = world.comm, [0]
 
-    def damaging(part, data, root):
-        piece = bytearray(broadcast(part, data, root))
+    def damaging(part, data, size):
+        piece = bytearray(broadcast(part, data, size))
         received[0] += len(piece) > 1000
         if received[0] == 2 and comm.rank == 1:
             piece[piece.index(BYTES[:50])] ^= 1
         return bytes(piece)
 
-    broadcast = objects.broadcast_bytes
-    monkeypatch.setattr(objects, "broadcast_bytes", damaging)
+    broadcast = stage._broadcast
+    monkeypatch.setattr(stage, "_broadcast", damaging)
     refused(world, "were damaged in transit [HD404]", staged, comm, shared, to)
     assert_on_all_ranks(comm, _left(to) == [], to)
 
