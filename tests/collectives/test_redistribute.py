@@ -100,6 +100,16 @@ def test_a_plan_is_remembered_for_its_own_layouts(findings, size):
         findings.same(got, hd.local(whole, hd.Split(1)), f"{order}")
 
 
+def test_the_part_of_one_rank_alone_changes(findings, world, size):
+    """Back and forth, of few and of many bytes: the calls of the other ranks are like their earlier ones."""
+    for columns in (2, 2000):
+        for last in (3, 5, 3, 5):
+            rows = [4] * (size - 1) + [last]
+            whole = whole_of((sum(rows), columns), torch.int32)
+            got = hd.redistribute(hd.local(whole, hd.Split(0, rows)), hd.Split(0), hd.Split(1))
+            findings.same(got, hd.local(whole, hd.Split(1)), f"{columns} columns, {last} rows")
+
+
 def test_what_one_rank_alone_has_forgotten(findings, world, size):
     """The small calls that it remembers, as after a mistake of its own; the others remember theirs."""
     team = team_of()
