@@ -215,14 +215,10 @@ def _compiled(name: str) -> bool:
 
 
 def _own_paths(root: str) -> list[str]:
-    """Return the paths by which the files of an environment may name it: its own, its real one and, in a venv, the one
-    that it was made for; none of another folder."""
-    own = [os.path.abspath(root), os.path.realpath(root)]
-    if not Path(root, "pyvenv.cfg").is_file():
-        return own if Path(root, "conda-meta").is_dir() else []
-    activate = Path(root, "bin", "activate")
-    text = activate.read_text(errors="surrogateescape") if activate.is_file() else ""
-    return own + [match[2] for match in re.finditer(r"VIRTUAL_ENV=(['\"]?)(/[^'\"\n]+)\1$", text, re.MULTILINE)]
+    """Return the paths by which the files of an environment may name it: its own, and its real one; none of another
+    folder."""
+    known = os.path.isfile(f"{root}/pyvenv.cfg") or os.path.isdir(f"{root}/conda-meta")
+    return [os.path.abspath(root), os.path.realpath(root)] if known else []
 
 
 def relocation(moved: dict[str, str]) -> Callable[[bytes], bytes]:
