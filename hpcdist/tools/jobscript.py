@@ -13,7 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
@@ -256,9 +256,6 @@ def _texts(full: Shape) -> Rules:
     ):
         for text in values:
             yield text is None or re.fullmatch(pattern, text), option, repr(text), f"expected {expected}"
-    for text in filter(None, (*full.modules, *(full.command or ()), full.venv, full.conda, full.apptainer, full.pyxis)):
-        if "\n" in text:
-            raise InputError("HD801", f"{text!r}: a line break cannot be in a job script's line")
 
 
 def _options(given: Shape, full: Shape) -> Rules:
@@ -312,8 +309,11 @@ def seconds(time: str) -> int:
     return total
 
 
-def write(shape: Shape) -> str:
+def write(shape: Shape, words: Sequence[str] = ()) -> str:
     """Return the job script of a shape. Nothing is read but the templates; nothing is written or started.
+
+    Args:
+        words: of the command line that writes it, which the script shows.
 
     Raises:
         InputError: the shape is impossible: no nodes, more GPUs than ranks, a malformed time limit, an option that the
@@ -329,6 +329,8 @@ def write(shape: Shape) -> str:
     """
     full, scheduler = completed(shape), SCHEDULERS[shape.scheduler]
     check(shape, full)
+    if broken := [word for word in words if "\n" in word]:
+        raise InputError("HD801", f"{broken[0]!r}: a line break cannot be in a job script's line")
     values = vars(scheduler) | vars(full)
     for name in ("venv", "conda", "apptainer", "pyxis"):
         values[name] = values[name] and shlex.quote(values[name] + ("/bin/activate" if name == "venv" else ""))
@@ -340,7 +342,7 @@ def write(shape: Shape) -> str:
         "directives": [(key, _word(value)) for key, _, value in (text.partition("=") for text in full.directives)],
         "by_gres": _by_gres(full),
         "command": full.command and shlex.join(full.command),
-        "written_by": _written_by(shape),
+        "written_by": shlex.join(["python", "-m", "hpcdist", "jobscript", *words]),
         "pmis": PMIS,
         "other_pmis": OTHER_PMIS,
         "pmi_of_images": PMI_OF_IMAGES,
@@ -369,17 +371,6 @@ def option(of: Field[Any]) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _written_by(shape: Shape) -> str:
-    """Return the command line that writes this script."""
-    words = ["python", "-m", "hpcdist", "jobscript", "--kind", shape.kind]
-    for of in fields(shape):
-        value = getattr(shape, of.name)
-        if of.name not in ("kind", "command") and value != of.default:
-            for one in value if isinstance(value, tuple) else [value]:
-                words += [option(of)] if one is True else [option(of), str(one)]
-    return shlex.join([*words, *(["--", *shape.command] if shape.command else [])])
-
-
 def main(words: list[str]) -> None:
     """Write the script to the file that is named, or to standard output."""
     p = parser()
@@ -392,7 +383,7 @@ def main(words: list[str]) -> None:
     if shape.plain and (shape.scheduler, shape.mpi) == ("slurm", "auto"):
         shape = replace(shape, mpi=pmi(shape))
     try:
-        text = write(shape)
+        text = write(shape, words)
     except InputError as error:
         p.error(str(error))
     if script is None:

@@ -257,7 +257,7 @@ def test_the_command_writes_a_file_and_needs_no_mpi(tmp_path):
         "sys.exit('mpi4py' in sys.modules)"
     )
     assert run([sys.executable, "-c", code], tmp_path) == Job(0, "", "")
-    assert (tmp_path / "x.sbatch").read_text() == write(Shape(nodes=3))
+    assert (tmp_path / "x.sbatch").read_text() == write(Shape(nodes=3), ["--nodes", "3", "-o", "x.sbatch"])
 
 
 def test_words_that_are_not_text_come_back_as_the_bytes_that_they_were(tmp_path):

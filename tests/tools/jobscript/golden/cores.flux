@@ -5,7 +5,7 @@
 # Edit: the #flux: lines (options given to flux batch override them), the lines that load your environment,
 # and the program.
 # Written by:
-#     python -m hpcdist jobscript --kind cpu --scheduler flux --time 90 --partition pbatch --account p1 --constraint 'host:n[1-8]' --exclusive --output 'out.{{id}}' --bind cores --directive setattr=system.x=1
+#     python -m hpcdist jobscript --scheduler flux --bind cores --exclusive --queue pbatch --account p1 --constraint 'host:n[1-8]' --output 'out.{{id}}' --directive setattr=system.x=1 --time 90
 #flux: --job-name=hpcdist-cpu
 #flux: --nodes=2
 #flux: --exclusive

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Written by: python -m hpcdist jobscript --kind train --scheduler flux --plain --conda /envs/torch
+# Written by: python -m hpcdist jobscript --plain --scheduler flux --kind train --conda /envs/torch
 #flux: --job-name=hpcdist-train
 #flux: --nodes=2
 #flux: --nslots=2 # one slot per node
