@@ -93,12 +93,12 @@ _SYS = Path("/sys")
 def domains(root: Path = _SYS) -> list[set[int]]:
     """Return the cores of each NUMA domain of this node that has some; none where the system does not list them."""
     folders = sorted(root.glob("devices/system/node/node*[0-9]"), key=lambda path: int(path.name.removeprefix("node")))
-    return [cores for folder in folders if (cores := _cores(folder / "cpulist"))]
+    return [cores for folder in folders if (cores := listed_cores(folder / "cpulist"))]
 
 
 def beside(address: str, root: Path = _SYS) -> set[int]:
     """Return the cores beside a PCI device, such as "0000:3b:00"; none if unknown."""
-    return _cores(root / f"bus/pci/devices/{address}.0/local_cpulist") if address else set()
+    return listed_cores(root / f"bus/pci/devices/{address}.0/local_cpulist") if address else set()
 
 
 def choose(ranks: Sequence[tuple[set[int], set[int]]], domains: Sequence[set[int]]) -> list[set[int]]:
@@ -136,7 +136,7 @@ def bind(cores: set[int]) -> None:
             os.sched_setaffinity(int(thread), cores)
 
 
-def _cores(path: Path) -> set[int]:
+def listed_cores(path: Path) -> set[int]:
     """Read a list of the kernel's, such as "0-3,8"."""
     with suppress(OSError):
         pairs = [part.partition("-") for part in path.read_text().strip().split(",") if part]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import resource
 import secrets
 import socket
@@ -130,7 +129,7 @@ def software() -> Facts:
             "torch": torch.__version__,
             "numpy": numpy.__version__,
             "NCCL": accelerator.library_version() if dist.is_backend_available(accelerator.LIBRARY) else None,
-            "hpcdist": f"{__version__} of sources {_digest(Path(__file__).parent.parent)}",
+            "hpcdist": f"{__version__} of sources {_digest(Path(__file__).parents[2])}",
         },
         "prefix": sys.prefix,
         "environment": mount_of(sys.prefix),
@@ -149,22 +148,14 @@ def cores() -> Facts:
     "cores" are the CPUs of the kernel: hardware threads. "physical" has the lowest hardware thread of each of their
     physical cores. "domains" is the number of NUMA domains that have some.
     """
-    mine, cpu = sorted(os.sched_getaffinity(0)), "/sys/devices/system/cpu/cpu"
-    siblings = (_read(Path(f"{cpu}{core}/topology/thread_siblings_list")) or str(core) for core in mine)  # "0,64"
+    mine, siblings = sorted(os.sched_getaffinity(0)), "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     return {
         "cores": mine,
         "cpus": os.cpu_count() or 1,
         "domains": sum(bool(domain & {*mine}) for domain in machine.domains()),
         "threads": torch.get_num_threads(),
-        "physical": sorted({int(re.split("[,-]", those)[0]) for those in siblings}),
+        "physical": sorted({min(machine.listed_cores(Path(siblings.format(core))), default=core) for core in mine}),
     }
-
-
-def _read(path: Path) -> str:
-    """Return a file of the kernel; "" if this system, or this container, does not have it."""
-    with suppress(OSError):
-        return path.read_text(errors="replace").strip()
-    return ""
 
 
 def gpus() -> Facts:

@@ -1,6 +1,7 @@
 """The facts that the doctor collects, from made-up files of the system; and what other programs say of the same."""
 
 from collections import namedtuple
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -9,6 +10,7 @@ import torch
 from facts import make
 from launch import mpirun
 
+import hpcdist
 from hpcdist.control import objects
 from hpcdist.process import machine
 from hpcdist.tensors import accelerator
@@ -116,6 +118,7 @@ def test_the_sources_of_hpcdist_by_their_contents(tmp_path):
         (tmp_path / name / "doctor" / "x.py").write_text(f"x = 1\n{change}")
         digests.append(examine._digest(tmp_path / name))
     assert digests[0] == digests[1] != digests[2]
+    assert examine.software()["versions"]["hpcdist"].endswith(f" {examine._digest(Path(hpcdist.__file__).parent)}")
 
 
 def test_a_doctor_that_is_interrupted_prints_no_traceback():
