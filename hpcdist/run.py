@@ -115,10 +115,10 @@ def _compiled(script: str, module: bool) -> CodeType | None:
         raise refusal(ValueError, "HD106", text)
     if module:
         try:
-            found: Any = find_spec(script)
-            if found is not None and found.submodule_search_locations is not None:
-                found = find_spec(f"{script}.__main__")
-            code = found and found.loader and found.loader.get_code(found.name)
+            spec: Any = find_spec(script)
+            if spec is not None and spec.submodule_search_locations is not None:
+                spec = find_spec(f"{script}.__main__")
+            code = spec and spec.loader and spec.loader.get_code(spec.name)
         except ModuleNotFoundError as error:
             raise refusal(ValueError, "HD401", f"module {script} cannot be found: {reason(error)}") from error
         except Exception as error:
@@ -170,7 +170,7 @@ def main() -> None:
         )
     code: list[CodeType | None] = []
     files: list[int] = []
-    mpi4py.rc.initialize = False  # what starts MPI instead does not end it in children that the program forks
+    mpi4py.rc.initialize = False  # launcher.job() starts MPI, and does not end it in children that the program forks
     try:
         here = world.prepare(args.bind)
         sys.argv = [args.script, *args.arguments]

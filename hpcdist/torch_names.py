@@ -8,12 +8,11 @@ module names anything private of torch; tests/test_torch_names.py checks that, a
 from __future__ import annotations
 
 import importlib
-import json
 import operator
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from types import FunctionType, ModuleType
@@ -51,8 +50,8 @@ def _find(path: str) -> Any:
 def _name(path: str, use: str, without: str, default: Any = None) -> Any:
     """Enter a name in the table; return what it names, or `default` if this torch does not have it."""
     NAMES.append(Name(path, use, without))
-    found = _find(path)
-    return default if found is None else found
+    value = _find(path)
+    return default if value is None else value
 
 
 def _attribute(path: str, use: str, without: str, default: Any = None) -> Callable[[Any], Any]:
@@ -253,37 +252,14 @@ _timeout = _attribute(
 
 def timeout_of(options: Any) -> timedelta | None:
     """Return the deadline in the options of a backend; None if it has none."""
-    found = _timeout(options)
-    return found if isinstance(found, timedelta) else None
+    timeout = _timeout(options)
+    return timeout if isinstance(timeout, timedelta) else None
 
 
 def set_timeout(options: Any, timeout: timedelta) -> None:
     """Set the deadline in the options of a backend."""
     if timeout_of(options) is not None:
         options._timeout = timeout
-
-
-_dump = _name(
-    "torch._C._distributed_c10d:_dump_fr_trace",
-    "writes torch's own flight records at a deadline",
-    "the folder of a hang has hpcdist's records alone",
-)
-_dump_as_json = _name("torch._C._distributed_c10d:_dump_fr_trace_json", *NAMES[-1][1:])
-
-
-def flight_records() -> Iterator[tuple[str, bytes]]:
-    """The records of torch's own flight recorders in this process that have some: "torch", or "torch-nccl", and the
-    bytes of a file.
-
-    In torch 2.13 these are gloo's calls; where torch attaches its FlightRecorderHook, those of other backends, too,
-    which have a recorder for each backend in torch's later versions.
-    """
-    if _dump is None or _dump_as_json is None:
-        return
-    backends = dist.Backend.backend_list if "backend" in (_dump.__doc__ or "") else []
-    for name, options in [("torch", {}), *((f"torch-{backend}", {"backend": backend}) for backend in backends)]:
-        if json.loads(_dump_as_json(**options)).get("entries"):
-            yield name, _dump(**options)
 
 
 _UPLOAD = (
@@ -302,17 +278,17 @@ def uploads(thread: threading.Thread) -> bool:
     return frame is not None or thread.name.startswith("AsyncCheckpointExecutor")
 
 
-class Place(NamedTuple):
+class Attribute(NamedTuple):
     """Where torch keeps something that this package replaces while there is a world."""
 
     owner: Any  # a module, or a dict
     name: str
 
 
-def _place(path: str, use: str, without: str) -> Place | None:
+def _place(path: str, use: str, without: str) -> Attribute | None:
     """Enter the place of a private name in the table; None if this torch does not have it."""
     module, _, name = path.partition(":")
-    return None if _name(path, use, without) is None else Place(importlib.import_module(module), name)
+    return None if _name(path, use, without) is None else Attribute(importlib.import_module(module), name)
 
 
 group_maker = _place(
@@ -330,7 +306,7 @@ _handlers = _name(
     "init_process_group() connects the ranks through MPI while there is a world",
     "it connects them through the store at MASTER_ADDR, as under torchrun",
 )
-env_handler = Place(_handlers, "env") if isinstance(_handlers, dict) and "env" in _handlers else None
+env_handler = Attribute(_handlers, "env") if isinstance(_handlers, dict) and "env" in _handlers else None
 _NAME_GROUPS = "torch.distributed.distributed_c10d:_world.pg_map"
 NAMES.append(Name(_NAME_GROUPS, *NAMES[-2][1:]))
 

@@ -121,10 +121,7 @@ def execute(run, hosts):
     soon = end + ENDS
     while (pids := job.pids()) and time.time() < soon:
         time.sleep(0.1)
-    records = tuple(re.findall(r"flight records: torchfrtrace (/tmp/hpcdist-flight-\w+/)", run.output))  # for the user
     for what in left_behind(hosts, pids, folder):
-        if what.startswith(records):
-            continue
         launchers = "hydra_hwloc_xmlfile" in what or (run.fault in ("kill", "stop") and "mpich_shm" in what)
         (run.notes if launchers else run.problems).append(f"left behind: {what}")
     return run

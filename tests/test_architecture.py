@@ -200,3 +200,22 @@ def test_names_of_test_files_differ():
     """pytest imports them by their name alone."""
     names = [path.name for path in (ROOT.parent / "tests").rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))
+
+
+_LASTING = {
+    "thread": {"threading.Thread", "threading.Timer", "ThreadPoolExecutor", "Worker"},
+    "lock": {"threading.Lock", "threading.RLock"},
+    "hook": {
+        *("os.register_at_fork", "atexit.register", "faulthandler.register", "signal.signal", "signal.set_wakeup_fd"),
+        "Replaced",
+    },
+    "finalizer": {"weakref.finalize"},
+}
+
+
+def test_what_outlives_a_call_is_in_the_table():
+    page = (ROOT.parent / "docs" / "architecture.md").read_text()
+    table = {tuple(row) for row in re.findall(r"^\| `([\w.]+)` \| (\w+) \|", page, re.MULTILINE)}
+    calls = {(_name(p), ast.unparse(n.func)) for p in FILES for n in ast.walk(_tree(p)) if isinstance(n, ast.Call)}
+    lasting = {(module, kind) for module, call in calls for kind, names in _LASTING.items() if call in names}
+    assert table == {row for row in lasting if _room(row[0]) not in ("tools", "examples")}

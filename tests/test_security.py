@@ -43,7 +43,6 @@ PICKLES = {
     "datagrams.py": {"dumps", "loads"},  # the same, with a keyed digest that is compared first
     "tree.py": {"HIGHEST_PROTOCOL", "dumps", "loads"},
     "torch_files.py": {"Unpickler"},
-    "flight_records.py": {"dumps"},  # for torch's analyser
     "horovod.py": {"dumps", "loads"},  # Horovod's functions of objects
 }
 

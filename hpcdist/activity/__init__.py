@@ -16,13 +16,13 @@ from hpcdist.activity import callsite
 from hpcdist.activity.procstat import started
 
 RUNNING, FINALIZED, ENDING = 0, 1, 2  # states of a process; the last one ends the job on purpose
-ANYBODY, NOBODY = 2**31, 2**31 + 1  # in the place of a rank
+ANYBODY, NOBODY = 2**31, 2**31 + 1  # they stand in the place of a rank
 
 _EPOCH = time.time() - time.perf_counter()  # times in memory are of the latter clock, which never jumps
-_HEAD = struct.Struct("<qqq")  # of a rank: pid, when the system started that process, its state
-_RECORD = struct.Struct("<qqdq")  # of a thread: calls begun, calls finished, when the last one finished, thread ID
+_HEAD = struct.Struct("<qqq")  # a rank's: pid, when the system started that process, its state
+_RECORD = struct.Struct("<qqdq")  # a thread's: calls begun, calls finished, when the last one finished, thread ID
 _COUNT, _LAST = struct.Struct("<q"), struct.Struct("<qd")  # the first field of that; the second and third
-_ENTRY = struct.Struct("<dqqH")  # of a call: when it began, the team, its number in the team, the text's length
+_ENTRY = struct.Struct("<dqqH")  # a call's: when it began, the team, its number there, the text's length
 _TEXT = callsite.LONGEST
 _now = time.perf_counter
 _THREADS = 64  # threads of a rank whose calls the other ranks see; those of more threads only have deadlines
@@ -82,11 +82,11 @@ class Process(NamedTuple):
 def nbytes_of(x: Any) -> int:
     """Return the bytes of the tensors in nested lists, tuples and dicts; 0 for an object without tensors."""
     try:
-        found = getattr(x, "nbytes", None)
+        nbytes = getattr(x, "nbytes", None)
     except Exception:  # any object of the user's
-        found = None
-    if type(found) is int:
-        return found
+        nbytes = None
+    if type(nbytes) is int:
+        return nbytes
     return sum(map(nbytes_of, x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()))
 
 
@@ -111,7 +111,7 @@ class ThreadRecord:
         self._memory = memory
         self._at = at
         self._entries = (at + _RECORD.size, at + _RECORD.size + _ENTRY.size + _TEXT)
-        self._texts = [b"", b""]  # of the two entries
+        self._texts = [b"", b""]  # the texts in the two entries
         self.thread = self.begun = self.finished = self.touched = 0
         self.patient = False
         self.limit: float | None = None
@@ -129,12 +129,12 @@ class ThreadRecord:
             with self._settling:
                 self.work = None
         self.begun = begun = self.begun + 1
-        odd = begun & 1
-        at = self._entries[odd]
+        parity = begun & 1
+        at = self._entries[parity]
         since = _now()
         _ENTRY.pack_into(self._memory, at, since, team, number, len(text))
-        if self._texts[odd] is not text:  # a program repeats its calls
-            self._texts[odd] = text
+        if self._texts[parity] is not text:  # a program repeats its calls
+            self._texts[parity] = text
             at += _ENTRY.size
             self._memory[at : at + len(text)] = text
         _COUNT.pack_into(self._memory, self._at, begun)
@@ -174,7 +174,7 @@ class ThreadRecord:
     def row(self, ended: float | None) -> Row:
         """Return the row of the call under way."""
         x = self.tensors
-        if type(x) is list and len(x) == 1:  # as most calls of torch
+        if type(x) is list and len(x) == 1:  # most calls of torch are so
             x = x[0]
         return self.call, ended, self.thread, self.route, 0 if x is None else nbytes_of(x)
 
@@ -232,13 +232,13 @@ def _entry(memory: memoryview, at: int, count: int) -> Entry:
 
 shortest = inf  # seconds of the shortest deadline of any call's own
 peers: dict[int, list[int]] = {}  # the world's ranks of each team's number seen in this process
-thread_records: list[ThreadRecord] = []  # of this process; empty where nothing is watched
-_free: list[ThreadRecord] = []  # those of threads that have ended, then the unused ones
-keep: Callable[[Row], object] | None = None  # of the records that are made from now on
+thread_records: list[ThreadRecord] = []  # this process's; empty where nothing is watched
+_free: list[ThreadRecord] = []  # records of threads that have ended, then unused ones
+keep: Callable[[Row], object] | None = None  # records that are made from now on have it
 lone_limit: float | None = None  # seconds: the deadline of calls, where this process is the only rank
 wake: Callable[[], None] | None = None  # has the watching thread look at the calls now
 _refusal: Callable[[], Exception] | None = None  # makes the error that calls raise in this process
-_mine = threading.local()
+_local = threading.local()
 
 
 def expect_limit(seconds: float) -> None:
@@ -258,10 +258,10 @@ def forget(number: int) -> None:
 
 def start(record: SharedRecord | None, local_rank: int = 0) -> None:
     """Record the calls of this process from now on, or, if `record` is None, no longer."""
-    global thread_records, _free, _mine
+    global thread_records, _free, _local
     thread_records = [] if record is None else record.thread_records(local_rank)
     _free = list(thread_records)
-    _mine = threading.local()
+    _local = threading.local()
 
 
 def refuse(error: Callable[[], Exception] | None) -> None:
@@ -291,7 +291,7 @@ class _ThreadCalls:
 
 def thread_calls() -> _ThreadCalls | None:
     """Return the record of this thread; None where nothing is watched."""
-    return getattr(_mine, "own", None) or _own()
+    return getattr(_local, "own", None) or _own()
 
 
 def _own() -> _ThreadCalls | None:
@@ -307,7 +307,7 @@ def _own() -> _ThreadCalls | None:
         record = ThreadRecord(memoryview(bytearray(_RECORD_SIZE)), 0)
         thread_records.append(record)
     record.take()
-    own = _mine.own = _ThreadCalls(record, free)
+    own = _local.own = _ThreadCalls(record, free)
     return own
 
 
@@ -338,7 +338,7 @@ class InCall:
         tensors: Any = None,
         route: str = "",
     ) -> None:
-        self._own = own = getattr(_mine, "own", None) or _own()  # as thread_calls() does, without a call
+        self._own = own = getattr(_local, "own", None) or _own()  # thread_calls(), without a call
         if own is None:
             return
         if own.depth == 0:
@@ -350,7 +350,7 @@ class InCall:
             record = own.record
             record.patient, record.limit, record.tensors, record.route = peer == NOBODY, limit, tensors, route
             record.begin(0 if team is None else team.number, number, text or callsite.where(verb))
-        own.depth += 1  # what raises above has begun no call
+        own.depth += 1  # if a line above raises, no call has begun
 
     def __enter__(self) -> None:
         return None
@@ -365,13 +365,13 @@ class InCall:
 
 def touch() -> None:
     """Restart the deadline of the call that this thread is in: it has made progress."""
-    own: _ThreadCalls | None = getattr(_mine, "own", None)
+    own: _ThreadCalls | None = getattr(_local, "own", None)
     if own is not None:
         own.record.touched += 1
 
 
 def took(route: str) -> None:
     """Note the route that the call of this thread takes."""
-    own: _ThreadCalls | None = getattr(_mine, "own", None)
+    own: _ThreadCalls | None = getattr(_local, "own", None)
     if own is not None:
         own.record.route = route

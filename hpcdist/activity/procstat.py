@@ -81,11 +81,11 @@ def opened(there: Sequence[int]) -> int:
         OSError: if the system does not let this process, or the file is another one.
     """
     pid, fd, *identity = there
-    found = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-    if address(found)[2:] != identity:  # the processes have pids of their own, as in containers
-        os.close(found)
+    descriptor = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    if address(descriptor)[2:] != identity:  # the processes have pids of their own, as in containers
+        os.close(descriptor)
         raise OSError(NOT_OPENED)
-    return found
+    return descriptor
 
 
 def condition(pid: int, since: int) -> str:
@@ -108,7 +108,7 @@ def doing(thread: int, frame: FrameType) -> str:
         thread: ID that the system has given the thread.
         frame: innermost frame of its stack.
     """
-    walked = [found for found, _ in traceback.walk_stack(frame)]
+    walked = [inner for inner, _ in traceback.walk_stack(frame)]
     user = next((f for f in walked if not _foreign(f.f_code.co_filename)), frame)
     at = f"{place(user)} in {user.f_code.co_name}"
     if any(_LOADER in f.f_code.co_filename for f in walked):
@@ -120,13 +120,13 @@ def doing(thread: int, frame: FrameType) -> str:
 
 
 def _children() -> str:
-    import psutil  # not by stage-env
+    import psutil  # stage-env does not need it
 
-    found = []
+    children = []
     for child in psutil.Process().children():
         with suppress(psutil.Error):
-            found.append(f"{child.pid} {child.name()} {child.status()}")
-    return f"its child processes: {', '.join(found) or 'none'}"
+            children.append(f"{child.pid} {child.name()} {child.status()}")
+    return f"its child processes: {', '.join(children) or 'none'}"
 
 
 def frames() -> dict[int, FrameType]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 FORMAT = "hpcdist trace 1"
 ROWS = 2**16  # rows that are kept, about 20 MB; of more, the oldest are dropped
 _PAUSE = 0.02  # seconds between two looks at the files of other ranks
-_ROUNDS = 32  # of a comparison of clocks, of which the fastest counts: a rank may have to wait for a core
+_ROUNDS = 32  # a comparison of clocks; the fastest counts: a rank may have to wait for a core
 
 
 class Clock(NamedTuple):

@@ -21,7 +21,7 @@ from hpcdist.routes.route import Message, Route, Vector
 from hpcdist.tensors import pool
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.blocks import Blocks, blocks
-from hpcdist.tensors.message import Contents, Header, check_memory, encode, join, pack, parse
+from hpcdist.tensors.message import MessageContents, MessageHeader, check_memory, encode, join, pack, parse
 from hpcdist.tensors.storage import as_bytes, copyable, of_bytes, row_major
 from hpcdist.tensors.tree import Tree, check_same, decode, merge
 from hpcdist.validation import local
@@ -56,7 +56,7 @@ class JoinStructures(Joining):
         self._joined: dict[tuple[int, ...], Blocks] = {}  # the tensors to join, by the number of the part on each rank
         self._wholes: dict[tuple[int, ...], Tensor] = {}
         self._receivers: Sequence[int] = [call.root] if self.rooted else range(team.size)
-        self._headers = headers = [Header.read(text) for text in _allgather_headers(team, call.header, agreed)]
+        self._headers = headers = [MessageHeader.read(text) for text in _allgather_headers(team, call.header, agreed)]
         _check_classes(self.name, team, _classes(headers))
         merge(self.name, [header.spec for header in headers], self._join, lambda rank, kind, i: None)
         used = {header.metas[i].on_gpu for header in headers for i in header.large}
@@ -150,7 +150,7 @@ class JoinStructures(Joining):
         )
 
 
-def _buffer(header: Header, parts: Buffers, i: int, device: torch.device) -> Tensor:
+def _buffer(header: MessageHeader, parts: Buffers, i: int, device: torch.device) -> Tensor:
     """Return memory to receive a large tensor: its part of a joined tensor if that is contiguous."""
     part, on_host = parts.get(i), device.type == "cpu" or not header.metas[i].on_gpu
     if part is not None and part.is_contiguous() and part.is_cpu == on_host:
@@ -181,7 +181,7 @@ def _check_classes(verb: str, team: Team, classes: Sequence[Sequence[Any]]) -> N
         objects.run_on_all(team.comm, verb, find_all)
 
 
-def _classes(structures: Sequence[Header] | Sequence[Tree]) -> list[Sequence[Any]]:
+def _classes(structures: Sequence[MessageHeader] | Sequence[Tree]) -> list[Sequence[Any]]:
     return sorted(set().union(*(classes_in(one.spec) for one in structures)), key=repr)
 
 
@@ -216,7 +216,7 @@ class Distribution:
 
     def __init__(self, team: Team, call: Call, kinds: tuple[int, ...], allow_pickle: bool) -> None:
         self._call, self._allow_pickle = call, allow_pickle
-        self._contents = [Contents.of(tree.tensors) for tree in call.trees]
+        self._contents = [MessageContents.of(tree.tensors) for tree in call.trees]
         self._messages: list[Tensor] = []  # for each rank, the header and the small tensors
 
         for tree, held in zip(call.trees, self._contents, strict=True):
@@ -231,7 +231,7 @@ class Distribution:
         used = {on_gpu for on_gpu in (False, True) if self._longest[on_gpu]}
         self._routes = _routes(call.verb, team, call.route, kinds, used)
 
-    def forward(self, team: Team) -> tuple[Header, Buffers]:
+    def forward(self, team: Team) -> tuple[MessageHeader, Buffers]:
         call, device, lengths = self._call, team.settings.device, self._lengths
         message = pool.empty([lengths[team.rank]], torch.uint8, "cpu", fixed=True)
         messages = torch.cat(self._messages) if self._messages else None
@@ -253,7 +253,7 @@ class Distribution:
                 _move(team, route, sends, recvs, longest)
         return header, buffers
 
-    def finish(self, received: tuple[Header, Buffers]) -> Any:
+    def finish(self, received: tuple[MessageHeader, Buffers]) -> Any:
         """Rebuild this rank's structure."""
         header, buffers = received
         return rebuild(header.spec, lambda kind, i: decode(kind, buffers[i], self._allow_pickle))

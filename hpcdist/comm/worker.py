@@ -15,11 +15,14 @@ from hpcdist.process import abort
 T = TypeVar("T")
 
 
+Calls = SimpleQueue[tuple[Callable[[], Any], futures.Future[Any]] | None]
+
+
 class Worker:
     """Calls that run one after the other in a thread, which starts with the first of them.
 
     A thread, because MPI makes progress only inside its functions; only one for a team, so that every rank runs the
-    calls in the same order.
+    calls in the same order. Each thread takes from a queue of its own: one that was abandoned takes no later call.
 
     Args:
         name: name of the thread.
@@ -30,7 +33,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._calls: SimpleQueue[tuple[Callable[[], Any], futures.Future[Any]] | None] = SimpleQueue()
+        self._calls: Calls = SimpleQueue()  # of the current thread
         self._submitted = self._finished = 0  # the first is the callers', the second the worker's
         self._lock = threading.Lock()
         self.running = threading.RLock()  # a callback of a call makes its own calls
@@ -53,22 +56,25 @@ class Worker:
     def start(self) -> None:
         """Start the thread now, rather than with the first call."""
         with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-                self._thread.start()
+            self._start()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._calls = SimpleQueue()
+            self._thread = threading.Thread(target=self._work, args=(self._calls,), name=self._name, daemon=True)
+            self._thread.start()
 
     def submit(self, call: Callable[[], T]) -> futures.Future[T]:
         """Run a call after those submitted before."""
         future: futures.Future[T] = futures.Future()
         with self._lock:
+            self._start()
             self._submitted += 1
             self._calls.put((call, future))
-        if self._thread is None:
-            self.start()
         return future
 
-    def _work(self) -> None:
-        while (job := self._calls.get()) is not None:
+    def _work(self, calls: Calls) -> None:
+        while (job := calls.get()) is not None:
             call, future = job
             with self.running:
                 try:
@@ -83,7 +89,7 @@ class Worker:
             del job, call, future  # frees their tensors
 
     def abandon(self) -> None:
-        """Stop waiting for calls in progress: no more calls are expected."""
+        """Leave the thread to the calls submitted so far, after which it ends; later ones get another thread."""
         with self._lock:
             if self._thread is not None:
                 self._calls.put(None)

@@ -27,8 +27,8 @@ def reason(error: BaseException) -> str:
     if isinstance(error, HpcdistError):
         return str(error).splitlines()[0]
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    found = _HDF5.search(text)
-    lines = [f"{found[1]}: {found[2]}"] if found else text.strip().splitlines() or [""]
+    match = _HDF5.search(text)
+    lines = [f"{match[1]}: {match[2]}"] if match else text.strip().splitlines() or [""]
     return (lines[0] if len(lines[0]) <= _LONGEST else f"{lines[0][:_LONGEST]}...") or type(error).__name__
 
 
@@ -81,8 +81,8 @@ def hint(text: str) -> str | None:
         >>> hint("x.h5: no such file [HD401]")
         'python -m hpcdist explain HD401'
     """
-    found = codes(text)
-    return f"python -m hpcdist explain {' '.join(found)}" if found else None
+    numbers = codes(text)
+    return f"python -m hpcdist explain {' '.join(numbers)}" if numbers else None
 
 
 def with_hint(text: str) -> str:

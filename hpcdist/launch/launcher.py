@@ -53,7 +53,7 @@ class Launcher:
         local_rank, local_size: number of this process among those of its node, and how many these are.
         sign: variable without which the others belong to another launcher; "" for none.
         fix: remedy if the MPI library does not know of this launcher.
-        one: command that starts one process on purpose.
+        single: command that starts one process on purpose.
         mpi: whether it starts ranks of MPI.
     """
 
@@ -64,7 +64,7 @@ class Launcher:
     local_size: str = ""
     sign: str = ""
     fix: str = _OWN_MPIRUN
-    one: str = "mpirun -n 1"
+    single: str = "mpirun -n 1"
     mpi: bool = True
 
 
@@ -87,7 +87,7 @@ _JSRUN = (
 )
 _PALS = Launcher(
     *("mpiexec of PALS", "PMI_SIZE", "PALS_RANKID", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_RANKID"),
-    one="mpiexec -n 1",
+    single="mpiexec -n 1",
     fix="PALS starts Cray MPICH: load the module cray-mpich-abi, and name its library in MPI4PY_LIBMPI; libraries with "
     "PMIx, such as Open MPI, are started by mpiexec --pmi=pmix",
 )
@@ -100,11 +100,11 @@ _TORCHRUN = Launcher(
 )
 _STEP = "SLURM_STEP_NUM_TASKS"
 # The shell of a batch job or of salloc: no launcher has started ranks.
-_BATCH = Launcher("Slurm", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", fix=_SLURM, one="srun -n 1")
+_BATCH = Launcher("Slurm", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", fix=_SLURM, single="srun -n 1")
 
 # The nearest to a process first: mpirun may run in a task of srun, and both have set their variables.
 _LAUNCHERS = (
-    replace(_prefixed("jsrun", "JSM_NAMESPACE"), fix=_JSRUN, one="jsrun -n 1"),
+    replace(_prefixed("jsrun", "JSM_NAMESPACE"), fix=_JSRUN, single="jsrun -n 1"),
     _prefixed("mpirun of Open MPI", "OMPI_COMM_WORLD"),
     _prefixed("mpirun of MVAPICH2", "MV2_COMM_WORLD"),
     _prefixed("mpirun of MVAPICH", "MVP_COMM_WORLD"),
@@ -113,13 +113,13 @@ _LAUNCHERS = (
         sign="MPI_LOCALRANKID",
     ),
     replace(_prefixed("horovodrun", "HOROVOD"), fix=_NOT_MPI, mpi=False),
-    Launcher("flux run", "FLUX_JOB_SIZE", "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", fix=_FLUX, one="flux run -n 1"),
-    Launcher("srun", _STEP, "SLURM_PROCID", "SLURM_LOCALID", fix=_SLURM, one="srun -n 1"),
+    Launcher("flux run", "FLUX_JOB_SIZE", "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", fix=_FLUX, single="flux run -n 1"),
+    Launcher("srun", _STEP, "SLURM_PROCID", "SLURM_LOCALID", fix=_SLURM, single="srun -n 1"),
     _PALS,  # after Flux and Slurm, which set its variables for Cray MPICH, too
     Launcher("an mpirun with PMI (or srun --mpi=pmi2)", "PMI_SIZE", "PMI_RANK", fix=f"{_OWN_MPIRUN}. {_SLURM}"),
-    Launcher("aprun", "", "ALPS_APP_PE", one="aprun -n 1"),
+    Launcher("aprun", "", "ALPS_APP_PE", single="aprun -n 1"),
     _BATCH,
-    _TORCHRUN,  # or variables that a script has derived from those above
+    _TORCHRUN,  # the variables may also be derived from those above, by a script
     Launcher("prterun", "", "PMIX_RANK"),
 )
 _ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun itself, which a launcher of those above may have started
@@ -173,10 +173,10 @@ def _by_torchrun(environ: Mapping[str, str]) -> bool:
 def _present(environ: Mapping[str, str]) -> list[Launcher]:
     """Return the launchers whose variables may be here, the nearest first."""
     order = (_TORCHRUN, *_LAUNCHERS) if _by_torchrun(environ) else _LAUNCHERS
-    found = [launcher for launcher in order if not launcher.sign or _number(environ, launcher.sign) is not None]
+    launchers = [launcher for launcher in order if not launcher.sign or _number(environ, launcher.sign) is not None]
     # srun sets SLURM_NTASKS to the same number. A job that a step has submitted inherits the step's other variables.
     left = environ.get("SLURM_NTASKS", environ.get(_STEP)) != environ.get(_STEP)
-    return [launcher for launcher in found if launcher.size != _STEP or not left]
+    return [launcher for launcher in launchers if launcher.size != _STEP or not left]
 
 
 def nearest(environ: Mapping[str, str]) -> tuple[Launcher, str, int] | None:
@@ -208,10 +208,10 @@ def number(environ: Mapping[str, str]) -> int:
 
 def on_node(environ: Mapping[str, str]) -> tuple[int | None, int | None]:
     """Return the number of this process on its node, and of all there, as the nearest launcher counts them."""
-    found = nearest(environ)
-    if found is None:
+    launched = nearest(environ)
+    if launched is None:
         return None, None
-    return _number(environ, found[0].local_rank), _number(environ, found[0].local_size)
+    return _number(environ, launched[0].local_rank), _number(environ, launched[0].local_size)
 
 
 def has_rank(environ: Mapping[str, str]) -> bool:
@@ -220,11 +220,11 @@ def has_rank(environ: Mapping[str, str]) -> bool:
 
 
 def _forgotten(head: str, allocated: str, launcher: Launcher, library: str) -> str:
-    start = launcher.one.removesuffix(" -n 1")
+    start = launcher.single.removesuffix(" -n 1")
     return (
         f"{head}: {allocated}, and this process was started without {start}, so there is "
         f"only one. Write {start} before python in the job script. The library is {library}. "
-        f"{launcher.fix}. For one process on purpose: {launcher.one}, or hpcdist.init(MPI.COMM_SELF)."
+        f"{launcher.fix}. For one process on purpose: {launcher.single}, or hpcdist.init(MPI.COMM_SELF)."
     )
 
 
@@ -272,7 +272,7 @@ _ALLOCATIONS: tuple[tuple[str, Launcher, Callable[[Mapping[str, str]], int]], ..
     ("SLURM_JOB_NUM_NODES", replace(_BATCH, size="tasks"), _slurm_tasks),
     ("PBS_NODEFILE", Launcher("PBS", "nodes", ""), _pbs_nodes),
     ("LSB_MCPU_HOSTS", Launcher("LSF", "nodes", ""), _lsf_nodes),
-    ("FLUX_URI", Launcher("Flux", "nodes", "", fix=_FLUX, one="flux run -n 1"), _flux_nodes),
+    ("FLUX_URI", Launcher("Flux", "nodes", "", fix=_FLUX, single="flux run -n 1"), _flux_nodes),
 )
 
 
@@ -311,10 +311,10 @@ def alone(environ: Mapping[str, str], size: int, library: str) -> str | None:
     """
     if size > 1 or (not _by_torchrun(environ) and any(_number(environ, name) == 1 for name in _DIRECT)):
         return None
-    found = nearest(environ)
-    if found is None or (found[1] == found[0].size and found[2] <= 1):
-        return None if found else _unused(environ, library)
-    launcher, variable, value = found
+    launched = nearest(environ)
+    if launched is None or (launched[1] == launched[0].size and launched[2] <= 1):
+        return None if launched else _unused(environ, library)
+    launcher, variable, value = launched
     many = f"{value} processes" if variable == launcher.size else "others, too"
     alone_but = f"this process is alone in its MPI world, but {variable}={value}"
     head = f"{alone_but}: {launcher.name} started {many}"
@@ -328,7 +328,7 @@ def alone(environ: Mapping[str, str], size: int, library: str) -> str | None:
         )
     return (
         f"{head}, but the MPI library of mpi4py does not recognise them. The library is {library}. "
-        f"{launcher.fix}. For one process on purpose: {launcher.one}, or hpcdist.init(MPI.COMM_SELF)."
+        f"{launcher.fix}. For one process on purpose: {launcher.single}, or hpcdist.init(MPI.COMM_SELF)."
     )
 
 
@@ -365,7 +365,7 @@ def job(comm: MPI.Intracomm | None, environ: Mapping[str, str]) -> MPI.Intracomm
     if MPI.Is_finalized():
         raise LaunchError("HD112", "MPI has ended in this process (MPI.Finalize), and cannot be started again")
     if not MPI.Is_initialized():  # mpi4py.rc.initialize is false
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)  # as mpi4py does at its import
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)  # mpi4py does so at its import
         atexit.register(_end)
     if comm is not None and (not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL):
         raise refusal(TypeError, "HD114", f"comm must be an mpi4py Intracomm that holds this rank, got {comm!r}")
@@ -416,7 +416,7 @@ def library() -> str:
 
 
 _PATIENCE = 10.0  # seconds for a command of a scheduler, which may retry for minutes
-_NO_LIMIT = 2**32 - 1  # what Flux prints
+_NO_LIMIT = 2**32 - 1  # Flux prints it for no limit
 
 
 def _clock(text: str) -> int:
@@ -430,7 +430,7 @@ def _clock(text: str) -> int:
 
 def _after_start(text: str) -> float:
     values = dict(re.findall(r"^\s*([\w.]+) = (.*\S)", text, re.MULTILINE))
-    start = values.get("stime") or values.get("start_time", "")  # of OpenPBS, of Torque
+    start = values.get("stime") or values.get("start_time", "")  # OpenPBS has the former, Torque the latter
     return _clock(values.get("Resource_List.walltime", "")) + time.mktime(time.strptime(start)) - time.time()
 
 
@@ -448,8 +448,8 @@ def time_left(environ: Mapping[str, str]) -> float | None:
 
     None without a job or a limit. If a scheduler cannot tell, the reason is printed.
     """
-    found = [_of_job(job, environ) for job in _SCHEDULERS if environ.get(job)]
-    return min((left for left in found if left is not None and left < _NO_LIMIT), default=None)
+    times = [_of_job(job, environ) for job in _SCHEDULERS if environ.get(job)]
+    return min((left for left in times if left is not None and left < _NO_LIMIT), default=None)
 
 
 def _printed(words: list[str]) -> str:

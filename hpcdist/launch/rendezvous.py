@@ -25,7 +25,7 @@ from hpcdist.errors import LaunchError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_CONNECT_SECONDS = (0.5, 3)  # for all addresses at first, and once more if none was reached by all ranks
+_CONNECT_SECONDS = (0.5, 3)  # first try of all addresses; second, if no address was reached by all ranks
 
 
 @dataclass
@@ -121,11 +121,11 @@ def variables(comm: MPI.Intracomm, meeting: Meeting) -> dict[str, str]:
     name = next((name for name, own in interfaces().items() if own == meeting.own), None)
     if name is None:
         return {}  # gloo takes what the host's name resolves to, on Debian 127.0.1.1
-    found = {GLOO: name}
+    chosen = {GLOO: name}
     # NCCL keeps its first interface until the process ends, and a world of more ranks may have several nodes.
     if meeting.host == "127.0.0.1" and comm.size == MPI.COMM_WORLD.size:
-        found["NCCL_SOCKET_IFNAME"] = name  # else its own rendezvous would listen on another one
-    return found
+        chosen["NCCL_SOCKET_IFNAME"] = name  # else its own rendezvous would listen on another one
+    return chosen
 
 
 _end_earlier: list[Callable[[], None]] = []
@@ -148,7 +148,7 @@ def _file_store(file: int, timeout: timedelta) -> Store:
     store.set_timeout(timeout)
 
     def end() -> None:
-        store.set_timeout(timedelta(milliseconds=1))  # in which torch waits for the file
+        store.set_timeout(timedelta(milliseconds=1))  # torch waits for the file until then
         over.set()
         thread.join()
         while os.path.exists(task):  # the system ends it a little later than Python
@@ -167,7 +167,7 @@ class Nodes:
     Attributes:
         local: a communicator of the ranks of this node.
         local_rank, local_size: the rank of this process in `local`, and the size of that.
-        mine, count: the index of this node, and the number of nodes.
+        index, count: the index of this node, and the number of nodes.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -177,7 +177,7 @@ class Nodes:
         self.local_rank, self.local_size = self.local.rank, self.local.size
         leaders = objects.all_gather_object(comm, objects.all_gather_object(self.local, comm.rank)[0])
         order = sorted(set(leaders))
-        self.mine, self.count = order.index(leaders[comm.rank]), len(order)
+        self.index, self.count = order.index(leaders[comm.rank]), len(order)
 
     def __enter__(self) -> Nodes:
         return self
@@ -192,8 +192,8 @@ def in_torch_order(comm: MPI.Intracomm) -> MPI.Intracomm:
     Raises:
         LaunchError: on all ranks, if torch.distributed has other ranks.
     """
-    mine = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
-    all_ = objects.all_gather_object(comm, mine)
+    place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+    all_ = objects.all_gather_object(comm, place)
     if all(entry is None for entry in all_):
         return comm.Dup()
     sizes = sorted({entry[1] for entry in all_ if entry is not None} - {comm.size})
@@ -218,20 +218,20 @@ def in_torch_order(comm: MPI.Intracomm) -> MPI.Intracomm:
 
 def _addresses() -> list[str]:
     """Return the IPv4 addresses of this host that others might reach; first those that its name resolves to."""
-    mine = [address for address in interfaces().values() if not address.startswith("127.")]
+    addresses = [address for address in interfaces().values() if not address.startswith("127.")]
     try:
         named = [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
     except socket.gaierror:
         named = []
-    return sorted(dict.fromkeys(mine), key=lambda address: address not in named)
+    return sorted(dict.fromkeys(addresses), key=lambda address: address not in named)
 
 
 def interfaces() -> dict[str, str]:
     """Return the IPv4 address of each network interface that has one."""
-    found = psutil.net_if_addrs()
+    by_name = psutil.net_if_addrs()
     return {
         name: address.address
-        for name, addresses in found.items()
+        for name, addresses in by_name.items()
         for address in reversed(addresses)  # the first one counts
         if address.family == socket.AF_INET
     }
@@ -260,7 +260,7 @@ def _answering(listener: list[socket.socket], token: str) -> Iterator[None]:
         server.settimeout(0.01)
         with server:
             while not over.is_set():
-                with suppress(OSError):  # no connection, or one that was closed again
+                with suppress(OSError):  # there is no connection, or it was closed again
                     connection, _ = server.accept()
                     with connection:
                         connection.sendall(token.encode())

@@ -36,10 +36,10 @@ def _place(comm: MPI.Intracomm, nodes: Nodes) -> dict[str, str]:
 
     Programs take LOCAL_RANK for the number of their GPU, which is 0 where the launcher shows each rank one.
     """
-    found = {"RANK": comm.rank, "WORLD_SIZE": comm.size, "ROLE_RANK": comm.rank, "ROLE_WORLD_SIZE": comm.size}
-    found |= {"LOCAL_RANK": 0 if accelerator.count() == 1 else nodes.local_rank, "LOCAL_WORLD_SIZE": nodes.local_size}
-    found |= {"GROUP_RANK": nodes.mine, "NODE_RANK": nodes.mine, "GROUP_WORLD_SIZE": nodes.count}
-    return {name: str(value) for name, value in found.items()}
+    values = {"RANK": comm.rank, "WORLD_SIZE": comm.size, "ROLE_RANK": comm.rank, "ROLE_WORLD_SIZE": comm.size}
+    values |= {"LOCAL_RANK": 0 if accelerator.count() == 1 else nodes.local_rank, "LOCAL_WORLD_SIZE": nodes.local_size}
+    values |= {"GROUP_RANK": nodes.index, "NODE_RANK": nodes.index, "GROUP_WORLD_SIZE": nodes.count}
+    return {name: str(value) for name, value in values.items()}
 
 
 def give(
@@ -73,7 +73,7 @@ def give(
 
     def bind() -> tuple[int, str, dict[str, str]]:
         port = socket.socket()
-        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for torch's own store
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # torch's own store binds it, too
         port.bind((host, 0))
         number: int = port.getsockname()[1]
         if program:
@@ -83,26 +83,26 @@ def give(
                 wait_for_workers=False, multi_tenant=True, master_listen_fd=port.detach(),
             )  # fmt: skip
             kept_by_child = partial(ctypes.pythonapi.Py_IncRef, ctypes.py_object(store))
-            os.register_at_fork(after_in_child=kept_by_child)  # which has no thread that its end could join
+            os.register_at_fork(after_in_child=kept_by_child)  # a child has no thread that the store's end could join
         held.append(store if program else port)
         return number, secrets.token_hex(8), own
 
     number, run, first = objects.run_on_root(comm, "init", bind)
-    found = {**place, _ADDRESS: host, _PORT: str(number)}
+    values = {**place, _ADDRESS: host, _PORT: str(number)}
     if program:
-        found |= {"TORCHELASTIC_RUN_ID": run, "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
-        found |= {_THREADS: "1"} if int(place["LOCAL_WORLD_SIZE"]) > 1 else {}
-    kept = {name: kept[name] for name in found if name in kept}
+        values |= {"TORCHELASTIC_RUN_ID": run, "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+        values |= {_THREADS: "1"} if int(place["LOCAL_WORLD_SIZE"]) > 1 else {}
+    kept = {name: kept[name] for name in values if name in kept}
     if program:
-        told = {**place, **own, **kept}
-        odd = {name: f"MPI says {value}" for name, value in place.items() if told[name] != value}
-        odd |= {name: f"rank 0 has {value or 'none'}" for name, value in first.items() if told[name] != value}
-        text = ", ".join(f"{name}={told[name]}, but {value}" for name, value in odd.items())
-        texts = objects.all_gather_object(comm, text and coded("HD106", f"{text}: unset {' '.join(odd)}"))
+        claimed = {**place, **own, **kept}
+        wrong = {name: f"MPI says {value}" for name, value in place.items() if claimed[name] != value}
+        wrong |= {name: f"rank 0 has {value or 'none'}" for name, value in first.items() if claimed[name] != value}
+        text = ", ".join(f"{name}={claimed[name]}, but {value}" for name, value in wrong.items())
+        texts = objects.all_gather_object(comm, text and coded("HD106", f"{text}: unset {' '.join(wrong)}"))
         objects.raise_problems("run", {rank: text for rank, text in enumerate(texts) if text})
-        if _THREADS in found.keys() - kept.keys():
+        if _THREADS in values.keys() - kept.keys():
             torch.set_num_threads(1)
-    wanted = {**found, **kept, **launcher.GIVEN}
+    wanted = {**values, **kept, **launcher.GIVEN}
     before = {name: environ[name] for name in wanted if name in environ}
     environ.update(wanted)
 

@@ -101,7 +101,7 @@ def boxes(box: Box, limit: int) -> Iterator[Box]:
         >>> [b.slices() for b in boxes(whole((3, 4)), 8)]     # two rows, one row
         [(slice(0, 2), slice(0, 4)), (slice(2, 3), slice(0, 4))]
     """
-    if 0 < box.size() <= limit:  # without numpy, which takes longer for one box
+    if 0 < box.size() <= limit:  # numpy takes longer for one box
         yield box
         return
     for part in grid(box.shape, limit):
@@ -265,14 +265,14 @@ class Listed(BoxSequence):
     @cached_property
     def sizes(self) -> Ints:
         """The number of elements of each box."""
-        found: Ints = self.shapes.prod(axis=1)
-        return found
+        sizes: Ints = self.shapes.prod(axis=1)
+        return sizes
 
     @cached_property
     def starts(self) -> Ints:
         """The first element of each box in the tensor's memory."""
-        found: Ints = self.offsets @ np.array(_strides(self.shape), np.int64)
-        return found
+        starts: Ints = self.offsets @ np.array(_strides(self.shape), np.int64)
+        return starts
 
     @cached_property
     def are_runs(self) -> bool:
@@ -408,8 +408,8 @@ def overlaps(source: Sequence[Box], dest: Sequence[Box], rank: int) -> Overlaps:
                     rest = [part for left in rest for part in left.without(box)]
 
     recvs = list(parts(rank, owners))
-    mine = [source[rank]] if separate else owners  # nothing then depends on the boxes of others
-    sends = [(peer, box) for peer in range(len(dest)) for owner, box in parts(peer, mine) if owner == rank]
+    relevant = [source[rank]] if separate else owners  # nothing then depends on the boxes of others
+    sends = [(peer, box) for peer in range(len(dest)) for owner, box in parts(peer, relevant) if owner == rank]
     return Overlaps(sends, recvs, dest[rank].size() - sum(box.size() for _, box in recvs))
 
 

@@ -343,7 +343,7 @@ class Boxes:
 
 
 def _set(value: object, name: str, content: object) -> None:
-    object.__setattr__(value, name, content)  # as frozen dataclasses do
+    object.__setattr__(value, name, content)  # frozen dataclasses do so
 
 
 @lru_cache(maxsize=256)

@@ -25,7 +25,7 @@ from hpcdist.errors import HpcdistError
 from hpcdist.process import abort
 from hpcdist.runtime.background import Handle, check_threads
 from hpcdist.tensors import accelerator, pool
-from hpcdist.tensors.message import Contents, check_memory, encode, join, parse
+from hpcdist.tensors.message import MessageContents, check_memory, encode, join, parse
 from hpcdist.tensors.storage import Scratch, as_bytes
 from hpcdist.tensors.tree import Tree, decode
 
@@ -115,7 +115,7 @@ class Outgoing(NamedTuple):
     @staticmethod
     def of(context: Context, group: Group, dest: int, tag: int, tree: Tree) -> Outgoing:
         """Pack the small tensors with the header. Large ones are sent from their memory if it is contiguous."""
-        contents = Contents.of(tree.tensors)
+        contents = MessageContents.of(tree.tensors)
         parts = [join(tree.tensors, contents, encode(tree.spec, contents))]
         for x in (tree.tensors[i] for i in contents.large):
             parts.append(as_bytes(Scratch(pinned=not x.is_cpu).on_host(x)))

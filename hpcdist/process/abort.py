@@ -35,17 +35,22 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, TextIO
 
+from hpcdist.activity import callsite
 from hpcdist.errors import HpcdistError, RankError, coded, with_hint
 from hpcdist.process.replaced import Replaced
 from hpcdist.process.streams import INTERRUPTED
 
-_FLUSH_SECONDS = 1.0  # for the output that is left
+_FLUSH_SECONDS = 1.0  # time for the output that is left
 _FORWARD_SECONDS = 0.2  # launchers lose output printed just before an abort, unless they get time to forward it
 _exit_now = os._exit
-_replaced: Replaced | None = None  # from install() to uninstall()
+_replaced: Replaced | None = None  # set from install() to uninstall()
 _first_hook: Callable[..., Any] | None = None  # the one found by the first install(), which cannot call ours
 _last_hook: Callable[..., Any] = sys.excepthook  # the one that ours calls
-_LOST = ("timed out", "connection closed", "connection reset")  # in torch's errors after another rank has gone
+_LOST = (
+    "timed out",
+    "connection closed",
+    "connection reset",
+)  # torch's errors have these words after another rank has gone
 _reporting = False  # an excepthook is running
 only_this_process = False  # job() ends this process alone, and at once
 _status = 0  # the exit status of the SystemExit that ends the program
@@ -97,7 +102,7 @@ def job(status: int, forward: float = _FORWARD_SECONDS) -> NoReturn:
             flusher.start()
             flusher.join(_FLUSH_SECONDS)
         time.sleep(forward)
-    finally:  # also after an interruption such as Ctrl-C
+    finally:  # an interruption such as Ctrl-C comes here, too
         try:
             if not MPI.Is_finalized():
                 MPI.COMM_WORLD.Abort(status)
@@ -121,7 +126,7 @@ def flush() -> None:
     """Flush the standard streams."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            with suppress(Exception):  # as in print_error()
+            with suppress(Exception):  # see print_error()
                 stream.flush()
 
 
@@ -197,7 +202,7 @@ class _Exit(SystemExit):
     and a program that catches the exception reads it from a frame.
     """
 
-    __module__, __qualname__ = "builtins", "SystemExit"  # what Python prints where it ignores an exit
+    __module__, __qualname__ = "builtins", "SystemExit"  # Python prints this name where it ignores an exit
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -225,12 +230,10 @@ def _os_exit(status: int) -> NoReturn:
     """Replaces ``os._exit``: this process ends at once, and the other ranks, which may wait for it, with it."""
     from mpi4py import MPI
 
-    if watched() and not MPI.Is_finalized():  # not after finalize()
-        caller = sys._getframe(1)
-        where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+    if watched() and not MPI.Is_finalized():  # after finalize() nobody waits
         who = f"rank {MPI.COMM_WORLD.rank} ({socket.gethostname()}, pid {os.getpid()})"
-        text = f"hpcdist: os._exit({status}) at {where} on {who}, without finalize(): the job ends"
-        print_error(with_hint(coded("HD604", text)))
+        what = f"os._exit({status}) at {callsite.place(sys._getframe(1))}"
+        print_error(with_hint(coded("HD604", f"hpcdist: {what} on {who}, without finalize(): the job ends")))
         job(status or 1)
     _exit_now(status)
 
@@ -251,7 +254,7 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
         return
     _report(kind, error, trace)
     if _replaced is not None and not _goes_on():
-        if isinstance(sys.stderr, io.StringIO):  # of torch's hook, which prints it after this one: too late
+        if isinstance(sys.stderr, io.StringIO):  # torch's hook prints it after this one: too late
             from mpi4py import MPI
 
             text, prefix = sys.stderr.getvalue().rstrip(), f"[rank{MPI.COMM_WORLD.rank}]: "

@@ -37,7 +37,7 @@ def ended_after(seconds: float) -> Iterator[None]:
     number = signal.SIGRTMAX if procstat.handles(signal.SIGALRM) else signal.SIGALRM
     timer = ctypes.c_void_p()
     _function("timer_create")(1, ctypes.byref(_Event(number=number)), ctypes.byref(timer))  # CLOCK_MONOTONIC
-    faulthandler.register(number, file=2, chain=True)  # in C; then the signal ends the process
+    faulthandler.register(number, file=2, chain=True)  # a handler in C; then the signal ends the process
     _function("timer_settime")(timer, 0, (ctypes.c_long * 4)(0, 0, int(seconds), int(seconds % 1 * 1e9)), None)
     try:
         yield

@@ -28,19 +28,19 @@ _FILES = (
 
 def groups() -> list[tuple[Path, int]]:
     """Return (folder, limit in bytes) of the control groups of this process that limit its memory, and those above."""
-    found = []
+    limits = []
     for line in _lines(OWN):
-        _, controllers, name = line.split(":", 2)  # of version 2, no controllers
+        _, controllers, name = line.split(":", 2)  # version 2 lists no controllers
         if controllers and "memory" not in controllers.split(","):
             continue
         root = ROOT / "memory" if controllers else ROOT
         group = root / name.strip().lstrip("/")
         for folder in (group, *group.parents):
-            with suppress(OSError, ValueError):  # without a limit: "max"
-                found.append((folder, int((folder / _FILES[bool(controllers)][0]).read_text())))
+            with suppress(OSError, ValueError):  # "max" stands for no limit
+                limits.append((folder, int((folder / _FILES[bool(controllers)][0]).read_text())))
             if folder == root:
                 break
-    return found
+    return limits
 
 
 def capacity() -> tuple[int, int]:
@@ -57,13 +57,13 @@ def available() -> int:
 
     A group's cache of files counts as free: the system reclaims it when memory is short.
     """
-    found: list[int] = [psutil.virtual_memory().available]
+    free: list[int] = [psutil.virtual_memory().available]
     for folder, most in groups():
         _, usage, cache = _FILES[not (folder / _FILES[0][1]).exists()]
-        with suppress(OSError, ValueError, IndexError):  # not readable for this user
+        with suppress(OSError, ValueError, IndexError):  # this user may not read it
             held = [int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.split()[0] == cache]
-            found.append(most - int((folder / usage).read_text()) + sum(held))
-    return max(0, min(found))
+            free.append(most - int((folder / usage).read_text()) + sum(held))
+    return max(0, min(free))
 
 
 def require(path: str, nbytes: int) -> None:

@@ -61,8 +61,8 @@ def _module(argv: list[str]) -> str:
 
 
 COMMAND = command()
-if COMMAND and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where SIGINT is ignored
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until streams.printing()
+if COMMAND and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else SIGINT is ignored
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # streams.printing() ends it
 
 
 def problem(version: Callable[[str], str | None]) -> str | None:
@@ -77,12 +77,12 @@ def problem(version: Callable[[str], str | None]) -> str | None:
         >>> problem({"torch": "2.7.0"}.get)
         "hpcdist needs torch 2.11 or later, and this is 2.7.0: pip install 'torch>=2.11'"
     """
-    found = {name: version(name) for name in OLDEST}
-    old = [name for name, known in found.items() if known is not None and _number(known) < _number(OLDEST[name])]
+    versions = {name: version(name) for name in OLDEST}
+    old = [name for name, known in versions.items() if known is not None and _number(known) < _number(OLDEST[name])]
     if not old:
         return None
     needs = "; ".join(
-        f"{name} {OLDEST[name]} or later, and " + (f"this is {found[name]}" if found[name] else "it is missing")
+        f"{name} {OLDEST[name]} or later, and " + (f"this is {versions[name]}" if versions[name] else "it is missing")
         for name in old
     )
     packages = " ".join(f"'{name}>={OLDEST[name]}'" for name in old if name != "Python")

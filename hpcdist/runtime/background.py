@@ -51,7 +51,7 @@ class Handle(Generic[T]):
     ) -> None:
         self._future = future
         self._what = what
-        self._depends_on = team, peer  # unless something else watches over the call
+        self._depends_on = team, peer  # None if something else watches over the call
         self._finish = finish  # runs once, in the thread that waits
         self._finished: list[T] = []
         self.heard: list[None] = []
@@ -86,7 +86,7 @@ class Handle(Generic[T]):
                 self.heard.append(None)
         if not self._finished:
             self._finished.append(result if self._finish is None else self._finish(result))
-            self._finish = None  # and what it keeps alive
+            self._finish = None  # it may keep tensors alive
         for x in tensors_in(self._finished):
             if accelerator.holds(x):  # allocated in the background's stream, and used by this thread's from now on
                 x.record_stream(torch.accelerator.current_stream(x.device))
@@ -195,7 +195,7 @@ def prepare(team: Team) -> None:
 def join_uploads() -> None:
     """Wait for the threads of torch's ``dcp.async_save``, each of which ends with its save; in one of them, for those
     that were started before it, so that all ranks save in the order of the calls."""
-    threads, this = threading.enumerate(), threading.current_thread()  # in the order in which they were started
+    threads, this = threading.enumerate(), threading.current_thread()  # threads are listed in the order of their start
     for thread in threads[: threads.index(this)] if uploads(this) else threads:
         if uploads(thread):
             thread.join()

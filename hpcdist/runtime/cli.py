@@ -25,7 +25,7 @@ from hpcdist.tensors import accelerator
 
 T = TypeVar("T")
 
-_ROWS = 16  # of a Table
+_ROWS = 16  # rows of a Table at most
 _MIN_WINDOW = 1024  # bytes: each piece has a checksum, which must not be longer than the piece
 
 

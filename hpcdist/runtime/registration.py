@@ -4,10 +4,10 @@ What is changed in torch, when, and why:
 
 - on import, by register(): nothing but the backend's names, by torch's public call: "mpi", unless torch was built with
   MPI and has that backend itself, and "mpi4py", which torch 2.14 and later find by the entry point without an import;
-- while there is a world, from Host.open() to Host.close(): ``Backend.MPI``, which torch compares with "mpi"; the
-  rendezvous by the environment, since MPI knows the ranks; the function in which torch makes each group, since gloo and
-  NCCL read their network interfaces from the environment there, and ``hpcdist run --mpi`` replaces gloo; and from torch
-  2.14 on its hooks, by which the calls of its own groups are recorded: see :mod:`hpcdist.watch.torch_groups`.
+- while there is a world, by :class:`GroupHost`: ``Backend.MPI``, which torch compares with "mpi"; the rendezvous by the
+  environment, since MPI knows the ranks; the function in which torch makes each group, since gloo and NCCL read their
+  network interfaces from the environment there, and ``hpcdist run --mpi`` replaces gloo; and from torch 2.14 on its
+  hooks, by which the calls of its own groups are recorded: see :mod:`hpcdist.watch.torch_groups`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 NAME = "mpi"
 OWN = "mpi4py" if dist.is_mpi_available() else NAME  # the name of this backend: torch's own keeps its name
 PLUGINS = torch_names.PLUGINS  # a class in Python may be one of several backends of a group
-BINDS = torch.__version__ >= "2.15.0a0"  # also of NVIDIA's containers
+BINDS = torch.__version__ >= "2.15.0a0"  # NVIDIA's containers have such versions
 """Whether torch binds every group of NCCL to a GPU: without device_id to LOCAL_RANK, else to the global rank modulo the
 visible GPUs, which is another one where places are cyclic, ranks fewer than GPUs, or init(device=) says so.
 
@@ -50,7 +50,7 @@ the other ranks split NCCL's communicator (pytorch#145376).
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class _Name(str):
+class _BackendName(str):
     """The name "mpi", as Backend.MPI has it while there is a world: equal to that text, and not to itself.
 
     torch makes groups of its own MPI backend without a store, ranks and a plugin, where a backend is equal to
@@ -60,12 +60,12 @@ class _Name(str):
     __slots__ = ()
 
     def __eq__(self, other: object) -> bool:
-        return not isinstance(other, _Name) and str.__eq__(self, other)
+        return not isinstance(other, _BackendName) and str.__eq__(self, other)
 
     __hash__ = str.__hash__
 
 
-class Host:
+class GroupHost:
     """The parts of a job that its groups need.
 
     Attributes:
@@ -92,7 +92,7 @@ class Host:
         """Let groups be made in a world, through the interfaces by which its ranks have met."""
         self.comm, self.settings, self._interfaces = comm, settings, rendezvous.variables(comm, meeting)
         if OWN == NAME:
-            self._changes.set(dist.Backend, "MPI", _Name(NAME))
+            self._changes.set(dist.Backend, "MPI", _BackendName(NAME))
         for place, around in (
             (torch_names.env_handler, self._rendezvous),
             (torch_names.group_maker, self._maker),
@@ -178,7 +178,7 @@ class Host:
                     self._added.clear()
 
 
-host = Host()
+host = GroupHost()
 
 
 def register() -> None:
@@ -274,12 +274,12 @@ def _create(name: str, options: Any, backend_options: Any = None) -> Any:
     return MpiProcessGroup(team, name, timeout)
 
 
-def _check_place(told_rank: int, told_size: int, comm: MPI.Intracomm) -> None:
+def _check_place(given_rank: int, given_size: int, comm: MPI.Intracomm) -> None:
     """Check that torch was given the rank and size that MPI has."""
-    if (told_rank, told_size) != (comm.rank, comm.size):
+    if (given_rank, given_size) != (comm.rank, comm.size):
         raise LaunchError(
             "HD106",
-            f"torch was given rank {told_rank} of {told_size}, but MPI has rank {comm.rank} of {comm.size}"
+            f"torch was given rank {given_rank} of {given_size}, but MPI has rank {comm.rank} of {comm.size}"
             ": leave out rank, world_size and the variables RANK and WORLD_SIZE, or start as many processes by mpirun "
             "or srun",
         )

@@ -40,12 +40,12 @@ def signals(stop_on: Any) -> list[int]:
     Raises:
         ValueError: if these are not signals that a program can handle.
     """
-    found = _DEFAULT if stop_on is None else stop_on
-    if not isinstance(found, (list, tuple)) or not (set(signal.Signals) - _FATAL).issuperset(found):
+    numbers = _DEFAULT if stop_on is None else stop_on
+    if not isinstance(numbers, (list, tuple)) or not (set(signal.Signals) - _FATAL).issuperset(numbers):
         raise refusal(
             ValueError, "HD114", f"stop_on is {show_repr(stop_on)}, expected a tuple of signals that can be handled"
         )
-    return list(map(int, found))
+    return list(map(int, numbers))
 
 
 class Stop:
@@ -62,13 +62,13 @@ class Stop:
     def __init__(self, watch: Watch, numbers: Sequence[int], before: float | None) -> None:
         self.reason: str | None = None
         self._watch, self._numbers, self._before = watch, numbers, before
-        self._end = inf  # of the job (seconds of time.monotonic)
+        self._end = inf  # when the job ends (seconds of time.monotonic)
         self._noted = 0  # the first signal
         self._first = inf  # when it arrived
-        self._found: dict[int, Any] = {}  # handlers before ours
+        self._handlers: dict[int, Any] = {}  # handlers before ours
         self._pipe: tuple[int, ...] = ()
         self._wakeup = -1  # the descriptor to which Python has written signals before
-        self._every = -1  # of the latest agreement
+        self._every = -1  # argument of the latest agreement
         self._calls = 0  # since then
         abort.end_together = False
 
@@ -77,7 +77,7 @@ class Stop:
         if self._before is not None:
             left = objects.run_on_root(comm, "init", lambda: launcher.time_left(environ))
             self._end = inf if left is None else time.monotonic() + left
-        with suppress(ValueError):  # not in the main thread
+        with suppress(ValueError):  # this is not the main thread
             for number in self._numbers:
                 if signal.getsignal(number) == signal.SIG_DFL:
                     signal.signal(number, signal.SIG_DFL)  # MPICH has set a handler of SIGUSR1, which ignores it
@@ -121,7 +121,7 @@ class Stop:
         for number in self._numbers:
             if (old := signal.getsignal(number)) != self._note:
                 signal.signal(number, self._note)
-                self._found.setdefault(number, old)
+                self._handlers.setdefault(number, old)
         if not self._pipe:
             self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
@@ -142,8 +142,8 @@ class Stop:
 
     def close(self) -> None:
         """Set the handlers that were found, unless the program has set others. The watch has stopped."""
-        with suppress(ValueError):  # not in the main thread
-            for number, old in self._found.items():
+        with suppress(ValueError):  # this is not the main thread
+            for number, old in self._handlers.items():
                 if signal.getsignal(number) == self._note:
                     signal.signal(number, old or signal.SIG_DFL)
             if self._pipe:

@@ -296,7 +296,7 @@ def init(
     staging = None if staging is None else os.fspath(staging)
     asked = Asked(comm, device, backend, timeout, staging, bind, stop_on, stop_before, trace)
     if _world is not None and _world._implicit:
-        _world.finalize()  # for one with these arguments
+        _world.finalize()  # the next one has these arguments
     if _world is not None:
         if any(new is not None and new != old for new, old in zip(asked, _world._asked, strict=True)):
             raise refusal(ValueError, "HD112", "hpcdist is initialised with other arguments; call finalize() first")
@@ -389,7 +389,7 @@ def _make(asked: Asked, implicit: bool = False, program: bool = False) -> World:
                     _start_trace(private, trace)
                 meeting = rendezvous.meet(private, nodes.count)
                 address = meeting.own if meeting.file is None else None
-                watch = Watch(private, nodes.local, nodes.mine, address, limit)
+                watch = Watch(private, nodes.local, nodes.index, address, limit)
         stop = Stop(watch, agreed["stop_on"], agreed["stop_before"])
         ends.callback(stop.close)
         ends.callback(watch.stop)
@@ -413,7 +413,7 @@ def _make(asked: Asked, implicit: bool = False, program: bool = False) -> World:
         rank=private.rank,
         world_size=private.size,
         local_rank=nodes.local_rank,
-        node=nodes.mine,
+        node=nodes.index,
         comm=comm,
         settings=settings,
         _context=ours,
@@ -462,7 +462,7 @@ def _settings(
     chosen, own_gpus = accelerator.choose(private, nodes.local_rank, asked.device, asked.backend, shared)
     if own_gpus:
         watch.follow(chosen, _ras(private.rank))
-    places = objects.all_gather_object(private, (nodes.mine, machine.capacity()))
+    places = objects.all_gather_object(private, (nodes.index, machine.capacity()))
     return Settings(
         device=chosen,
         own_gpus=own_gpus,
@@ -483,12 +483,12 @@ def _tuned(comm: MPI.Intracomm, place: tuning.Place) -> tuning.Tuned | None:
     def read() -> tuning.Tuned | None:
         if not (file := os.environ.get("HPCDIST_TUNE")):
             return None
-        found, differs = tuning.read(file)
-        if not differs and place not in found.samples:
+        tuned, differs = tuning.read(file)
+        if not differs and place not in tuned.samples:
             differs = f"it was not measured on {place}"
         if differs:
             warnings.warn(f"HPCDIST_TUNE: the rules of {file} do not apply: {differs}", stacklevel=2)
-        return found
+        return tuned
 
     return objects.run_on_root(comm, "init", read)
 
@@ -496,13 +496,13 @@ def _tuned(comm: MPI.Intracomm, place: tuning.Place) -> tuning.Tuned | None:
 def _bind(comm: MPI.Intracomm, nodes: rendezvous.Nodes, device: torch.device) -> None:
     """Bind this process to the cores of one NUMA domain, beside its device if that is a GPU. Collective over `comm`."""
     beside = machine.beside(accelerator.address(device))
-    found = objects.all_gather_object(comm, (nodes.mine, sorted(os.sched_getaffinity(0)), sorted(beside)))
-    ranks = [(set(own), set(beside)) for node, own, beside in found if node == nodes.mine]
+    places = objects.all_gather_object(comm, (nodes.index, sorted(os.sched_getaffinity(0)), sorted(beside)))
+    ranks = [(set(own), set(beside)) for node, own, beside in places if node == nodes.index]
     chosen = machine.choose(ranks, machine.domains())
-    mine = chosen[nodes.local_rank]
-    machine.bind(mine)
+    cores = chosen[nodes.local_rank]
+    machine.bind(cores)
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, min(torch.get_num_threads(), len(mine) // chosen.count(mine))))
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), len(cores) // chosen.count(cores))))
 
 
 def _agree_on(
@@ -532,8 +532,8 @@ def _agree_on(
         return options, deadline(asked.timeout, env_timeout)
 
     given = objects.run_on_all(comm, "init", check)
-    odd = {rank: objects.first_difference(given[0][0], options) for rank, (options, _) in enumerate(given)}
-    objects.raise_problems("init", {rank: text for rank, text in odd.items() if text is not None})
+    differences = {rank: objects.first_difference(given[0][0], options) for rank, (options, _) in enumerate(given)}
+    objects.raise_problems("init", {rank: text for rank, text in differences.items() if text is not None})
     agreed, seconds = given[0]
     return agreed, timedelta(seconds=seconds)
 
@@ -553,5 +553,5 @@ def staging_folder(nodes: int) -> str:
         return os.environ.get("HPCDIST_STAGING") or (
             private_folder(tempfile.gettempdir()) if nodes == 1 else os.getcwd()
         )
-    except FileNotFoundError:  # no folder for temporary files, or no current folder: an error only if the route is used
+    except FileNotFoundError:  # there is no such folder, which is an error only if the route is used
         return "/tmp"

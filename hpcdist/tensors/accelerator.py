@@ -31,8 +31,8 @@ def kind() -> tuple[str, str]:
     """
     libraries = {"cuda": "nccl", "xpu": "xccl"}
     built_for = torch.accelerator.current_accelerator()
-    found = built_for.type if built_for is not None and built_for.type in libraries else "cuda"
-    return found, libraries[found]
+    device_type = built_for.type if built_for is not None and built_for.type in libraries else "cuda"
+    return device_type, libraries[device_type]
 
 
 KIND, LIBRARY = kind()
@@ -82,8 +82,8 @@ def host_buffer(nbytes: int, pinned: bool) -> Tensor:
 
 def count() -> int:
     """Return the number of GPUs that this process sees."""
-    found: int = torch.get_device_module(KIND).device_count()
-    return found
+    number: int = torch.get_device_module(KIND).device_count()
+    return number
 
 
 def properties(index: int) -> Any:
@@ -105,8 +105,8 @@ def choose(
         RankError: on every rank, for a device that one of them does not have.
         LaunchError: on every rank, if ranks that share a GPU or have none are told to use LIBRARY.
     """
-    found = objects.run_on_all(comm, "init", lambda: _chosen(local_rank, asked))
-    gpus = [gpu for _, gpu in found]
+    devices = objects.run_on_all(comm, "init", lambda: _chosen(local_rank, asked))
+    gpus = [gpu for _, gpu in devices]
     usable = dist.is_backend_available(LIBRARY)
     wanted = LIBRARY in backend if backend else usable
     own_gpus = None not in gpus and usable
@@ -119,7 +119,7 @@ def choose(
         if wanted:
             raise LaunchError("HD110", problem)
         own_gpus = False
-    device = found[comm.rank][0]
+    device = devices[comm.rank][0]
     if device.type == KIND:
         torch.accelerator.set_device_index(device)
     return device, own_gpus

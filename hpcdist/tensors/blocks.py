@@ -30,20 +30,20 @@ class Blocks:
 
     def __init__(self, shape: Sequence[int], boxes: Sequence[Sequence[Box]], dtype: torch.dtype) -> None:
         self.shape, self.boxes, self.dtype = tuple(shape), boxes, dtype
-        self.counts = [dtype.itemsize * sum(prod(box.shape) for box in of_one) for of_one in boxes]
+        self.counts = [dtype.itemsize * sum(prod(box.shape) for box in message) for message in boxes]
         self.displs = layout.displs(self.counts)
         self.nbytes = sum(self.counts)
 
     @cached_property
     def in_place(self) -> list[int] | None:
         """Offset in bytes of each message in a contiguous tensor if each is one run of its memory, else None."""
-        found, whole = [], layout.whole(self.shape)
+        offsets, whole = [], layout.whole(self.shape)
         for boxes, count in zip(self.boxes, self.counts, strict=True):
             start = layout.run_start(boxes[0], whole) if count else 0
             if start is None or (count and len(boxes) > 1):
                 return None
-            found.append(start * self.dtype.itemsize)
-        return found
+            offsets.append(start * self.dtype.itemsize)
+        return offsets
 
     def displs_in(self, messages: Tensor, x: Tensor) -> list[int]:
         """Return the offset of each message in `messages`, which is `x` itself or a buffer of packed messages."""

@@ -35,7 +35,7 @@ class Meta(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Contents:
+class MessageContents:
     """The tensors of a message.
 
     Attributes:
@@ -51,18 +51,18 @@ class Contents:
         self.large = [i for i, nbytes in enumerate(self.nbytes) if nbytes >= SMALL]
 
     @staticmethod
-    def of(tensors: Sequence[Tensor]) -> Contents:
+    def of(tensors: Sequence[Tensor]) -> MessageContents:
         dtypes, on_gpu = tuple([x.dtype for x in tensors]), tuple([not x.is_cpu for x in tensors])
         return _contents(SMALL, dtypes, on_gpu, tuple([x.shape for x in tensors]))
 
     @cached_property
     def sections(self) -> list[tuple[torch.dtype, list[int]]]:
         """Numbers of the small tensors of each dtype, the largest items first, so that all are aligned."""
-        found: dict[torch.dtype, list[int]] = {}
+        numbers: dict[torch.dtype, list[int]] = {}
         for i, (nbytes, (dtype, _, _)) in enumerate(zip(self.nbytes, self.metas, strict=True)):
             if nbytes < SMALL:
-                found.setdefault(dtype, []).append(i)
-        return sorted(found.items(), key=lambda item: (-item[0].itemsize, DTYPES[item[0]]))
+                numbers.setdefault(dtype, []).append(i)
+        return sorted(numbers.items(), key=lambda item: (-item[0].itemsize, DTYPES[item[0]]))
 
     @cached_property
     def packed(self) -> int:
@@ -75,7 +75,7 @@ class Contents:
 
     def unpack(self, packed: Tensor, device: torch.device) -> dict[int, Tensor]:
         """Copy the small tensors into memory of their own: those from a GPU on `device`, the others on the host."""
-        found, start = {}, 0
+        tensors, start = {}, 0
         for dtype, numbers in self.sections:
             itemsize = dtype.itemsize
             sizes = [self.nbytes[i] // itemsize for i in numbers]
@@ -88,9 +88,9 @@ class Contents:
             for i, part in zip(numbers, parts, strict=True):
                 _, on_gpu, shape = self.metas[i]
                 x = part if len(shape) == 1 else part.view(shape)
-                found[i] = x.to(device) if on_gpu else x
+                tensors[i] = x.to(device) if on_gpu else x
             start = end
-        return found
+        return tensors
 
     def recv_buffer(self, i: int, device: torch.device) -> Tensor:
         """Allocate memory for a tensor."""
@@ -101,19 +101,19 @@ class Contents:
 @lru_cache(maxsize=8)  # programs send structures like the last one
 def _contents(
     small: int, dtypes: tuple[torch.dtype, ...], on_gpu: tuple[bool, ...], shapes: tuple[tuple[int, ...], ...]
-) -> Contents:
+) -> MessageContents:
     """Return the contents of tensors with these facts; `small` is SMALL, on which they depend."""
-    return Contents(list(map(Meta._make, zip(dtypes, on_gpu, shapes, strict=True))))
+    return MessageContents(list(map(Meta._make, zip(dtypes, on_gpu, shapes, strict=True))))
 
 
-def encode(spec: Any, contents: Contents) -> bytes:
+def encode(spec: Any, contents: MessageContents) -> bytes:
     """Encode the header of a structure."""
     metas = contents.metas
     tensors = [DTYPES[meta[0]] for meta in metas], [meta[1] for meta in metas], [meta[2] for meta in metas]
     return json.dumps({"spec": spec, "tensors": tensors}, separators=(",", ":")).encode()
 
 
-class Header(Contents):
+class MessageHeader(MessageContents):
     """The header of a message.
 
     Attributes:
@@ -135,17 +135,17 @@ class Header(Contents):
         super().__init__(metas)
 
     @staticmethod
-    def read(text: bytes) -> Header:
+    def read(text: bytes) -> MessageHeader:
         """Read a header, and check the memory for what it announces; see :func:`check_memory`."""
         header = _header(SMALL, text)
         check_memory(sum(header.nbytes))
         return header
 
 
-@lru_cache(maxsize=8)  # as above
-def _header(small: int, text: bytes) -> Header:
+@lru_cache(maxsize=8)  # programs receive structures like the last one
+def _header(small: int, text: bytes) -> MessageHeader:
     """Return the header with this text; `small` as above."""
-    return Header(text)
+    return MessageHeader(text)
 
 
 def check_memory(nbytes: int) -> None:
@@ -178,14 +178,14 @@ def _metas(codes: list[int], on_gpu: list[bool], shapes: list[list[int]]) -> lis
     return list(map(Meta._make, zip(dtypes, on_gpu, map(tuple, shapes), strict=True)))
 
 
-def pack(tensors: Sequence[Tensor], contents: Contents) -> Tensor:
+def pack(tensors: Sequence[Tensor], contents: MessageContents) -> Tensor:
     """Pack the small tensors into one buffer of bytes in host memory."""
     sections = []
     for dtype, numbers in contents.sections:
-        of_one = [bits(tensors[i]) if dtype in BARE else tensors[i] for i in numbers]
-        if any(not x.is_cpu for x in of_one):
-            of_one = _to_host(of_one)
-        sections.append(as_bytes(_flat(of_one)))
+        section = [bits(tensors[i]) if dtype in BARE else tensors[i] for i in numbers]
+        if any(not x.is_cpu for x in section):
+            section = _to_host(section)
+        sections.append(as_bytes(_flat(section)))
     rest = contents.packed - sum(map(len, sections))
     return torch.cat([*sections, torch.zeros(rest, dtype=torch.uint8, device="cpu")])
 
@@ -203,7 +203,7 @@ def _to_host(tensors: list[Tensor]) -> list[Tensor]:
     return [x if x.is_cpu else next(parts) for x in tensors]
 
 
-def join(tensors: Sequence[Tensor], contents: Contents, text: bytes) -> Tensor:
+def join(tensors: Sequence[Tensor], contents: MessageContents, text: bytes) -> Tensor:
     """Return one message of the length of a header, the header, and the small tensors."""
     start = _small_start(len(text))
     whole = torch.zeros(start + contents.packed, dtype=torch.uint8, device="cpu")
@@ -213,7 +213,7 @@ def join(tensors: Sequence[Tensor], contents: Contents, text: bytes) -> Tensor:
     return whole
 
 
-def parse(message: Tensor) -> tuple[Header, Tensor]:
+def parse(message: Tensor) -> tuple[MessageHeader, Tensor]:
     """Parse what join() returns: return the header, and the packed small tensors.
 
     Raises:

@@ -48,7 +48,7 @@ def _advise(address: int, nbytes: int, advice: int) -> None:
     _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
 
 
-class Block:
+class PoolBlock:
     """Memory of the pool.
 
     Attributes:
@@ -100,7 +100,7 @@ def problem() -> str:
     """Return why this version of torch does not show whether a block is idle; "" if it does, tried on one block."""
     name = f"torch {torch.__version__}"
     try:
-        block = Block(64, 64)
+        block = PoolBlock(64, 64)
         x = block.tensor((64,), torch.uint8)
         seen = [not block.is_idle(), torch_names.base_of(x) is None]
         storage, array = x.untyped_storage(), x.numpy()
@@ -130,7 +130,7 @@ class Pool:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.total = self.made = self.reused = self.evicted = self.retried = 0
-        self._blocks: list[Block] = []  # the latest used last
+        self._blocks: list[PoolBlock] = []  # the latest used last
         self._sizes: dict[int, int] = {}  # the size of each class that was needed first
         self._new = 0  # bytes of new blocks since idle ones were last swept for them
         self._lock = threading.RLock()
@@ -186,10 +186,10 @@ class Pool:
     def _make(self, size: int, nbytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor on a new block; drop others beyond the limit, those first that were used longest ago."""
         try:
-            block = Block(nbytes, size)
+            block = PoolBlock(nbytes, size)
         except RuntimeError:  # beyond a limit of the process, or what the kernel commits
             self.clear()
-            block = Block(nbytes, size)
+            block = PoolBlock(nbytes, size)
             self.retried += 1
         x = block.tensor(shape, dtype)
         dropped = []
@@ -202,7 +202,7 @@ class Pool:
                     dropped.append(self._blocks.pop(0))
                     self.total -= dropped[-1].nbytes
                 self.evicted += len(dropped)
-        return x  # what was dropped is unmapped here, without the lock
+        return x  # blocks that were dropped are unmapped here, without the lock
 
     def clear(self) -> None:
         """Free all idle blocks."""
@@ -267,7 +267,7 @@ class Cache(Protocol):
 
 
 _pool = Pool(0)
-_others: dict[int, Cache] = {}  # of which list() is one step: any thread may add and remove
+_others: dict[int, Cache] = {}  # any thread may add and remove, because list() of it is one step
 
 
 def add(cache: Cache) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 _PAGEMAP = "/proc/self/pagemap"
 _CHUNK = 2**20  # bytes of it that are read at once
 _PIECE = 2**24  # bytes of memory that are taken at once: some milliseconds
-_PRESENT, _SWAPPED, _SHARED = 0x80, 0x40, 0x20  # in the last byte of an entry of 8
+_PRESENT, _SWAPPED, _SHARED = 0x80, 0x40, 0x20  # bits of the last byte of an entry of 8
 
 
 class SharedBlock:
@@ -87,12 +87,12 @@ def _has_private_pages(start: int, nbytes: int) -> bool:
     with suppress(OSError), open(_PAGEMAP, "rb", buffering=0) as pagemap:
         at, end = (start // mmap.PAGESIZE * 8, -(-(start + nbytes) // mmap.PAGESIZE) * 8)
         while at < end:
-            found = np.frombuffer(os.pread(pagemap.fileno(), min(_CHUNK, end - at), at), np.uint8)[7::8]
-            if not len(found):
+            entries = np.frombuffer(os.pread(pagemap.fileno(), min(_CHUNK, end - at), at), np.uint8)[7::8]
+            if not len(entries):
                 return True
-            kinds = found & (_PRESENT | _SWAPPED | _SHARED)
+            kinds = entries & (_PRESENT | _SWAPPED | _SHARED)
             if bool(((kinds == _PRESENT) | (kinds == _SWAPPED)).any()):
                 return True
-            at += 8 * len(found)
+            at += 8 * len(entries)
         return False
     return True

@@ -38,7 +38,7 @@ DTYPES: dict[torch.dtype, int] = {
 BARE = frozenset(getattr(torch, name) for name in _BARE if hasattr(torch, name))
 """The supported dtypes that torch cannot even copy on some device."""
 _KINDS = (Tensor, torch.nn.Parameter)  # other classes have state or meaning besides their memory
-_NAMED = hasattr(Tensor, "has_names")  # until torch 2.12
+_NAMED = hasattr(Tensor, "has_names")  # torch has names until 2.12
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -170,17 +170,17 @@ def span(x: Tensor) -> tuple[int, int]:
 
 def tensors_in(items: Iterable[Any]) -> list[Tensor]:
     """Return the tensors among arguments: in nested lists, in dicts and in dataclasses."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for item in items:
         if isinstance(item, Tensor):
-            found.append(item)
+            tensors.append(item)
         elif isinstance(item, (list, tuple)):
-            found += tensors_in(item)
+            tensors += tensors_in(item)
         elif isinstance(item, dict):
-            found += tensors_in(item.values())
+            tensors += tensors_in(item.values())
         elif hasattr(item, "__dataclass_fields__"):
-            found += tensors_in(getattr(item, name, None) for name in item.__dataclass_fields__)
-    return found
+            tensors += tensors_in(getattr(item, name, None) for name in item.__dataclass_fields__)
+    return tensors
 
 
 class Scratch:

@@ -164,17 +164,17 @@ def merge(
     kinds = [_kind(spec) for spec in specs]
     check_same(verb, path, "is", [_NAMES[kind] for kind in kinds])
 
-    def one(rank: int, spec: Any) -> Any:
+    def single(rank: int, spec: Any) -> Any:
         return rebuild(spec, lambda kind, i: leaf(rank, kind, i))
 
     if kinds[0] in ("x", "n"):
         return join(kinds[0], path, [spec[1] for spec in specs])
     if kinds[0] == "s":
-        return [one(rank, spec) for rank, spec in enumerate(specs)]
+        return [single(rank, spec) for rank, spec in enumerate(specs)]
     nodes = [node for spec in specs if (node := node_of(spec)) is not None]
     first = nodes[0]
     if first.kind == "l":
-        return [one(rank, part) for rank, node in enumerate(nodes) for part in node.parts]
+        return [single(rank, part) for rank, node in enumerate(nodes) for part in node.parts]
     check_same(verb, path, "is of class", [node.cls for node in nodes])
     if first.cls == _PACKED:
         raise RankError(verb, dict.fromkeys(range(len(specs)), coded("HD202", f"{path} {_NOT_MERGED}")))
@@ -203,10 +203,10 @@ def _kind(spec: Any) -> str:
 
 def check_same(verb: str, path: str, is_: str, values: Sequence[str]) -> None:
     """Raise a RankError if the ranks' values differ."""
-    odd = {r: f"{path} {is_} {value}, where rank 0 has {values[0]}" for r, value in enumerate(values)}
-    odd = {rank: text for rank, text in odd.items() if values[rank] != values[0]}
-    if odd:
-        raise RankError(verb, {rank: coded("HD303", text) for rank, text in odd.items()})
+    differences = {r: f"{path} {is_} {value}, where rank 0 has {values[0]}" for r, value in enumerate(values)}
+    differences = {rank: text for rank, text in differences.items() if values[rank] != values[0]}
+    if differences:
+        raise RankError(verb, {rank: coded("HD303", text) for rank, text in differences.items()})
 
 
 def cut(tree: Tree, dim: int, counts: str | Sequence[int] | None, parts: int) -> list[Tree]:
@@ -230,10 +230,10 @@ def _part(whole: Tree, dim: int, counts: str | Sequence[int] | None, parts: int,
     def range_of(extent: int, path: str) -> tuple[int, int]:
         """Return (start, length) of this rank's part of `extent` rows or items."""
         try:
-            found = layout.counts_of(counts, extent, parts)
+            lengths = layout.counts_of(counts, extent, parts)
         except ValueError as wrong:
             raise refusal(ValueError, "HD213", f"{path}: {wrong}") from None
-        return layout.displs(found)[rank], found[rank]
+        return layout.displs(lengths)[rank], lengths[rank]
 
     def cut(spec: Any, path: str) -> Any:
         kind = _kind(spec)

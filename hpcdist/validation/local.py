@@ -18,7 +18,7 @@ from hpcdist.errors import coded, described, hinted, labelled
 from hpcdist.tensors import storage
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.eager import recorded
-from hpcdist.tensors.message import Contents, check_memory, encode, pack
+from hpcdist.tensors.message import MessageContents, check_memory, encode, pack
 from hpcdist.tensors.tree import Tree, cut, flatten
 from hpcdist.validation.collective import LOSES_GRADIENT, Call, show_shape
 
@@ -92,7 +92,7 @@ def check_structure(op: Any, team: Team, call: Call) -> None:
         call.root = _root(op.root, team.size)
     call.route = _route(op.route)
     call.tree = _tree(op)
-    contents = Contents.of(call.tree.tensors)
+    contents = MessageContents.of(call.tree.tensors)
     call.header = encode(call.tree.spec, contents)
     call.extent = len(call.header)
     fits = call.extent + contents.packed <= team.inline
@@ -104,7 +104,7 @@ def _tree(op: Any) -> Tree:
     if op.out is not None:
         raise ArgumentError("HD211", f"out is given, but x is not a tensor: {show(op.x)}")
     tree = flatten(op.x, bool(op.allow_pickle))
-    check_memory(sum(Contents.of(tree.tensors).nbytes))
+    check_memory(sum(MessageContents.of(tree.tensors).nbytes))
     return tree
 
 

@@ -22,7 +22,7 @@ KEY = 32  # bytes
 _DIGEST = 16  # bytes
 _REFUSAL = 0.2  # seconds in which a host refuses a datagram
 _BUFFER = 2**20  # bytes on their way to a rank: the answers of many ranks at once
-_HEAD = struct.Struct(f"<{_DIGEST}sH")  # of a message: digest and length of its compressed text
+_HEAD = struct.Struct(f"<{_DIGEST}sH")  # a message begins with its digest and the length of its compressed text
 # Messages read at once, and seconds to rest after none of them was this job's: any user of the nodes can send UDP
 # datagrams, and must not keep a core busy with them.
 _BATCH, _PAUSE = 32, 0.02
@@ -83,7 +83,9 @@ class Datagrams:
             if self._socket is not None:
                 self._socket.sendto(part, tuple(address))
                 return
-            fd = procstat.opened(address)  # for reading, too: without readers, writing may end this process
+            fd = procstat.opened(
+                address
+            )  # it is opened for reading, too: without readers, writing may end this process
             try:
                 os.write(fd, part)
             finally:
@@ -91,7 +93,7 @@ class Datagrams:
 
     def receive(self) -> list[dict[str, Any]]:
         """Return the messages that arrived from ranks of this job."""
-        found: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = []
         with suppress(BlockingIOError):
             for _ in range(_BATCH):
                 data = self._rest + os.read(self.fileno(), select.PIPE_BUF)
@@ -102,13 +104,13 @@ class Datagrams:
                         break
                     data = data[_HEAD.size + length :]
                     if compare_digest(digest, self._digest(body)):
-                        found.append(pickle.loads(zlib.decompress(body)))
+                        messages.append(pickle.loads(zlib.decompress(body)))
                     elif self._socket is not None:  # a stranger's datagram: none of it is looked at again
                         break
                 self._rest = data if self._socket is None else b""  # a datagram is received whole
-        if not found:
+        if not messages:
             time.sleep(_PAUSE)
-        return found
+        return messages
 
     def refused(self, address: Sequence[Any]) -> bool:
         """Whether the host reports that the socket no longer exists; a host that is down reports nothing."""

@@ -75,7 +75,7 @@ def _seconds(name: str, timeout: object, least: float) -> float:
         seconds = float(timeout)
     except OverflowError:  # an integer
         seconds = -inf if timeout < 0 else inf
-    if not seconds >= least:  # nor is nan
+    if not seconds >= least:  # nan fails this test, too
         text = f"{name} is {seconds:g}, expected seconds, {least:g} at least (inf for no limit)"
         raise refusal(ValueError, "HD114", text)
     return min(seconds, _EVER)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from hpcdist.activity import ANYBODY, NOBODY, Entry, ThreadStatus
 from hpcdist.errors import coded
 
-ISSUED = " issued to "  # in the text of a call that is recorded as finished, though a GPU may not have done it
-WAITS = "waits"  # in a call of this library
+ISSUED = " issued to "  # marks a call that is recorded as finished, though a GPU may not have done it
+WAITS = "waits"  # the rank is in a call of this library
 IO = "in I/O"
 GONE = ("dead", "stopped")
 _ALIKE = 16  # waiting ranks that are shown at most; all others are shown
-_STACKS = 4  # that are shown at most
+_STACKS = 4  # stacks that are shown at most
 
 
 @dataclass
@@ -104,11 +104,11 @@ def chain(call: Entry, peers_of: Callable[[int], Sequence[int]], reports: Mappin
     Args:
         peers_of: returns the world's ranks of a team.
     """
-    found = missing(call, peers_of(call.team), reports)
-    for report in (reports[rank] for rank in found if rank in reports):  # the loop appends to `found`
+    absent = missing(call, peers_of(call.team), reports)
+    for report in (reports[rank] for rank in absent if rank in reports):  # the loop appends to `absent`
         for other in report.calls if report.doing == WAITS else []:
-            found += [r for r in missing(other, peers_of(other.team), reports) if r not in found]
-    return found
+            absent += [r for r in missing(other, peers_of(other.team), reports) if r not in absent]
+    return absent
 
 
 def made_progress(call: Entry, reports: Mapping[int, Report], limit: float) -> bool:
@@ -160,7 +160,7 @@ def _same_call(call: Entry, reports: Mapping[int, Report]) -> list[str]:
     """Describe a call that all ranks have reached: where they are in it, and with which tensors; or which ranks are in
     another collective, by the same number of the same group."""
     ranks: dict[str, list[str]] = {}
-    odd, verb = [], call.text.split("(")[0]
+    mismatches, verb = [], call.text.split("(")[0]
     for rank, report in reports.items():
         busy = [thread for thread in report.threads if thread.call is not None]
         here = [thread for thread in busy if thread.call is not None and thread.call.same(call)]
@@ -168,7 +168,7 @@ def _same_call(call: Entry, reports: Mapping[int, Report]) -> list[str]:
         ranks.setdefault("; ".join(texts) or report.doing, []).append(str(rank))
         others = [t.call.text for t in here if t.call is not None and t.call.text.split("(")[0] != verb]
         must = f"not in {call.text}: all ranks of a group must call the same"
-        odd += [coded("HD601", f"rank {rank} is in {other}, {must}") for other in others if call.number > 0]
+        mismatches += [coded("HD601", f"rank {rank} is in {other}, {must}") for other in others if call.number > 0]
     why = "the transfer itself hangs (network, or file system)"
     if len(ranks) > 1:
         why = f"if the differences below are a mistake, they are the cause; else {why}"
@@ -176,7 +176,7 @@ def _same_call(call: Entry, reports: Mapping[int, Report]) -> list[str]:
     for what, who in list(ranks.items())[:_ALIKE]:
         more = f" and {len(who) - _ALIKE} more" if len(who) > _ALIKE else ""
         lines.append(f"{'ranks' if len(who) > 1 else 'rank'} {', '.join(who[:_ALIKE])}{more}: {what}")
-    return odd or lines
+    return mismatches or lines
 
 
 def _threads_of(call: Entry, reports: Mapping[int, Report]) -> list[str]:
@@ -184,18 +184,18 @@ def _threads_of(call: Entry, reports: Mapping[int, Report]) -> list[str]:
 
     A call in the background has two threads, which are no sign of it: one runs it, and one waits for it.
     """
-    found = []
+    ranks = []
     for rank, report in reports.items():
-        mine = [entry for entry in report.calls if entry.team == call.team != 0]
-        waiting = [entry.text for entry in mine if entry.number == -1 - NOBODY]
-        running = [entry.text for entry in mine if entry.number > 0]
+        entries = [entry for entry in report.calls if entry.team == call.team != 0]
+        waiting = [entry.text for entry in entries if entry.number == -1 - NOBODY]
+        running = [entry.text for entry in entries if entry.number > 0]
         several = max(waiting, running, key=len)
         if len(several) > 1:
-            found.append(f"of rank {rank}: {', '.join(several[:_STACKS])}")
-    if not found:
+            ranks.append(f"of rank {rank}: {', '.join(several[:_STACKS])}")
+    if not ranks:
         return []
     text = (
-        f"several threads of a rank are in calls of this group at once ({found[0]}), on {len(found)} of "
+        f"several threads of a rank are in calls of this group at once ({ranks[0]}), on {len(ranks)} of "
         f"{len(reports)} ranks: they may call in another order on each. Give each thread a group of its own, or make "
         "one call after the other"
     )

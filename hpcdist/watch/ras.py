@@ -53,29 +53,29 @@ def ask(where: tuple[str, int], seconds: float) -> str:
 
 def communicators(answer: str) -> list[Communicator]:
     """Read an answer; a ValueError if it is not the JSON of NCCL."""
-    found = []
+    groups = []
     try:
         for part in json.loads(answer[answer.index("{") :])["communicators"]:
             counts = {_process(rank): rank["collective_counts"].items() for rank in part["ranks"]}
             launched = {process: Counter({name: int(n) for name, n in of}) for process, of in counts.items()}
-            found.append(Communicator(launched, [_process(rank) for rank in part["missing_ranks"]]))
+            groups.append(Communicator(launched, [_process(rank) for rank in part["missing_ranks"]]))
     except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(repr(error)) from None
-    return found
+    return groups
 
 
 def _process(rank: Mapping[str, Any]) -> Process:
     return str(rank["host"]), int(rank["pid"])
 
 
-def ranks_of(found: Iterable[Communicator], nodes: Sequence[Mapping[int, int]]) -> dict[Process, int]:
+def ranks_of(groups: Iterable[Communicator], nodes: Sequence[Mapping[int, int]]) -> dict[Process, int]:
     """Return the rank of each process. NCCL names hosts by their addresses: the pids on each tell which node it is.
 
     Args:
         nodes: the rank of each pid of each node.
     """
     pids: dict[str, set[int]] = {}
-    for communicator in found:
+    for communicator in groups:
         for host, pid in (*communicator.launched, *communicator.silent):
             pids.setdefault(host, set()).add(pid)
     places = {host: [node for node in nodes if here <= node.keys()] for host, here in pids.items()}
@@ -83,11 +83,11 @@ def ranks_of(found: Iterable[Communicator], nodes: Sequence[Mapping[int, int]]) 
 
 
 def compare(
-    found: Sequence[Communicator], ranks: Mapping[Process, int], waiting: Sequence[int]
+    groups: Sequence[Communicator], ranks: Mapping[Process, int], waiting: Sequence[int]
 ) -> tuple[set[int], set[int], list[str]]:
     """Return ranks that have launched fewer collectives than a waiting one, silent ranks, and what to show of both."""
     behind, silent, lines = set[int](), set[int](), []
-    for communicator in found:
+    for communicator in groups:
         counts = {ranks[process]: of for process, of in communicator.launched.items() if process in ranks}
         gone = {ranks[process] for process in communicator.silent if process in ranks}
         most = Counter[str]()

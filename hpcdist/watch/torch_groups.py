@@ -27,7 +27,7 @@ _OURS = ("mpi", "mpi4py")  # backends that record their calls themselves
 _HOOK = 0x68706364  # identifies this module's hooks among those of a group
 _EARLIER, _PART = 10.0, 0.25  # the deadline in the record is earlier than torch's: by a quarter, 10 seconds at most
 _MESSAGES = ("SEND", "RECV")
-_recorded: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # those that have the hooks
+_recorded: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups that have the hooks
 _issuing = threading.local()  # `call`: group, number of the hook, whether on the CPU, whether it waits for all ranks
 
 
@@ -56,17 +56,17 @@ class TorchGroup:
         """Name and deadline in seconds of the backend of each type of device."""
         group = self._group()
         assert group is not None
-        found: dict[str, tuple[str, float | None]] = {}
+        backends: dict[str, tuple[str, float | None]] = {}
         for device in torch_names.device_types(group):
             backend = torch_names.backend_of(group)(device)
             limit = _limit(backend)
-            found[device.type] = backend.name(), limit
+            backends[device.type] = backend.name(), limit
             if limit:
                 activity.expect_limit(limit)
-        if not {name for name, _ in found.values()} <= {*_OURS}:
+        if not {name for name, _ in backends.values()} <= {*_OURS}:
             activity.peers[self.number] = dist.get_process_group_ranks(group)
             weakref.finalize(group, activity.forget, self.number).atexit = False
-        return found
+        return backends
 
     def _device(self, args: Any) -> str:
         """Return the type of device of a call."""
@@ -81,7 +81,7 @@ class TorchGroup:
     def begin(self, args: Any) -> None:
         """Record that a call begins: a pre-hook."""
         own = activity.thread_calls() if activity.thread_records else None
-        if own is None or own.depth:  # no world, or within a call of this library
+        if own is None or own.depth:  # there is no world, or this library makes the call
             return
         device = self._device(args)
         name, limit = self._backends.get(device, ("", None))
@@ -118,7 +118,7 @@ def launched() -> tuple[tuple[int, ...], float]:
     """Return the number of collectives launched in each of torch's groups on GPUs, and their earliest deadline."""
     numbers, earliest = [], inf
     for group in torch_names.groups():
-        with suppress(Exception):  # of a group for host memory, or where torch does not tell its number
+        with suppress(Exception):  # the group is for host memory, or torch does not report its number
             backend = torch_names.backend_of(group)(torch.device(accelerator.KIND))
             numbers.append(torch_names.launched(backend)())
             earliest = min(earliest, _limit(backend) or inf)

@@ -332,14 +332,14 @@ def _lazy():
 def test_memory_that_is_short(own, monkeypatch):
     """The idle blocks are freed before it is an error."""
     _new(8 * MIB), _new(4 * MIB)
-    real, room = pool.Block.__init__, [False, True]
+    real, room = pool.PoolBlock.__init__, [False, True]
 
     def scarce(block, nbytes, size):
         if not room.pop(0):
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
         real(block, nbytes, size)
 
-    monkeypatch.setattr(pool.Block, "__init__", scarce)
+    monkeypatch.setattr(pool.PoolBlock, "__init__", scarce)
     assert _new(16 * MIB).numel() == 16 * MIB
     assert own.total == 16 * MIB and own.stats()["num_alloc_retries"] == 1
     room[:] = [False, False]

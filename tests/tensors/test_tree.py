@@ -18,7 +18,7 @@ from torch import Tensor
 from hpcdist.control import codec
 from hpcdist.errors import HpcdistError
 from hpcdist.tensors import message, storage, tree
-from hpcdist.tensors.message import Contents, Header
+from hpcdist.tensors.message import MessageContents, MessageHeader
 from hpcdist.tensors.storage import copyable
 
 
@@ -98,8 +98,8 @@ class Named(Point):
 def _round_trip(value, allow_pickle=False):
     """Through the bytes that would travel."""
     parts = tree.flatten(value, allow_pickle)
-    contents = Contents.of(parts.tensors)
-    header = Header(message.encode(parts.spec, contents))
+    contents = MessageContents.of(parts.tensors)
+    header = MessageHeader(message.encode(parts.spec, contents))
     packed = message.pack(parts.tensors, contents)
     assert packed.numel() == header.packed
     places = header.unpack(packed, torch.device("cpu"))
@@ -328,7 +328,7 @@ def _header(rows, **more):
 def test_headers_that_lie(text):
     """Found before memory is taken."""
     with pytest.raises(HpcdistError, match=r"is damaged|more than the memory of this host"):
-        Header.read(text)
+        MessageHeader.read(text)
 
 
 @pytest.mark.parametrize(
