@@ -132,8 +132,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     used in place of COMM_WORLD. `process_sets` replace those that are registered; "dynamic" and None replace none."""
     if comm is not None and not hasattr(comm, "Get_rank"):
         raise _wrong("init(): pass an mpi4py communicator as `comm`, and ranks as process_sets=[ProcessSet(ranks)]")
-    found = world.init(comm)
-    global_process_set.ranks, global_process_set.mpi_comm = list(range(found.world_size)), found.comm
+    here = world.init(comm)
+    global_process_set.ranks, global_process_set.mpi_comm = list(range(here.world_size)), here.comm
     _registered.setdefault(0, global_process_set)
     if process_sets and not isinstance(process_sets, str):
         for old in list(_registered.values()):
@@ -145,30 +145,32 @@ def _register(process_sets: Sequence[ProcessSet], same: bool = False) -> None:
     """Make the group of each set that a rank passes. Collective over all ranks, with the same sets if `same`: a
     communicator may hold other ranks on each."""
     comm = _world().comm
-    for one in process_sets:
-        if one.mpi_comm is not None:
-            mine, whole = one.mpi_comm.Get_group(), comm.Get_group()
-            one.ranks = sorted(mine.Translate_ranks(None, whole))
-            mine.Free()
+    for added in process_sets:
+        if added.mpi_comm is not None:
+            members, whole = added.mpi_comm.Get_group(), comm.Get_group()
+            added.ranks = sorted(members.Translate_ranks(None, whole))
+            members.Free()
             whole.Free()
-    asked: list[list[tuple[int, ...]]] = concat([[tuple(one.ranks) for one in process_sets]])
-    if odd := {r: f"{sets}, where rank 0 has {asked[0]}" for r, sets in enumerate(asked) if same and sets != asked[0]}:
-        raise RankError("add_process_set", {r: coded("HD303", text) for r, text in odd.items()})
+    asked: list[list[tuple[int, ...]]] = concat([[tuple(added.ranks) for added in process_sets]])
+    if wrong := {
+        r: f"{sets}, where rank 0 has {asked[0]}" for r, sets in enumerate(asked) if same and sets != asked[0]
+    }:
+        raise RankError("add_process_set", {r: coded("HD303", text) for r, text in wrong.items()})
     for ranks in dict.fromkeys(ranks for place in zip_longest(*asked) for ranks in place if ranks is not None):
         if all(known.ranks != list(ranks) for known in _registered.values()):
-            one = next((one for one in process_sets if one.ranks == list(ranks)), None) or ProcessSet(ranks)
-            one._reset(max(_registered) + 1)
-            one.group = dist.new_group(one.ranks)
-            _registered[max(_registered) + 1] = one
-    if twice := [one for one in process_sets if one not in _registered.values()]:
+            added = next((added for added in process_sets if added.ranks == list(ranks)), None) or ProcessSet(ranks)
+            added._reset(max(_registered) + 1)
+            added.group = dist.new_group(added.ranks)
+            _registered[max(_registered) + 1] = added
+    if twice := [added for added in process_sets if added not in _registered.values()]:
         raise refusal(ValueError, "HD114", f"a process set with the same ranks exists: {twice[0]}")
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Register a process set, which no other equals. Collective over all ranks, with the same set."""
-    one = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    _register([one], same=True)
-    return one
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    _register([added], same=True)
+    return added
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -184,8 +186,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def shutdown() -> None:
     """Free the process sets, and finalize the world. Collective over all ranks."""
-    for one in list(_registered.values()):
-        remove_process_set(one)
+    for process_set in list(_registered.values()):
+        remove_process_set(process_set)
     _registered.clear()
     global_process_set._reset(0)
     world.finalize()
@@ -277,16 +279,17 @@ class Operation(Future[Any]):
         tensors = [(str(x.dtype).removeprefix("torch."), x.device.type, *x.shape[ragged:]) for x in xs]
         return {"tensors": tensors, "rows": rows, **{key: getattr(self, key) for key in _SAME}}
 
-    def finish(self, found: list[Tensor]) -> None:
+    def finish(self, outputs: list[Tensor]) -> None:
         """Make the result of the tensors that were received."""
-        for at, (y, context) in enumerate(zip(found, self.contexts, strict=True)):
+        for at, (y, context) in enumerate(zip(outputs, self.contexts, strict=True)):
             if self.op == Average:
                 whole = not (y.is_floating_point() or y.is_complex())
                 y.div_(len(self.process_set.ranks), rounding_mode="trunc" if whole else None)
-            found[at] = self.compression.decompress(_scaled(y, self.postscale_factor), context)
-        for x, y in zip(_listed(self.given), found, strict=True) if self.in_place else ():
+            outputs[at] = self.compression.decompress(_scaled(y, self.postscale_factor), context)
+        for x, y in zip(_listed(self.given), outputs, strict=True) if self.in_place else ():
             x.detach().copy_(y)  # nothing, if it was written
-        self.set_result(self.given if self.in_place else found if isinstance(self.given, (list, tuple)) else found[0])
+        several = isinstance(self.given, (list, tuple))
+        self.set_result(self.given if self.in_place else outputs if several else outputs[0])
         self.tensors = []
 
     # Each kind: runs on the tensors of one or more operations with the same arguments. Returns what is received.
@@ -308,19 +311,19 @@ class Operation(Future[Any]):
         return xs
 
     def alltoall(self, xs: list[Tensor]) -> list[Tensor]:
-        me, found = self.process_set.rank() or 0, []
+        me, outputs = self.process_set.rank() or 0, []
         sends, recvs = self.rows[me], [rows[me] for rows in self.rows]
         for x, splits in zip(xs[::2], xs[1::2], strict=True):
-            found += [x.new_empty((sum(recvs), *x.shape[1:])), torch.tensor(recvs, device=splits.device)]
-            dist.all_to_all_single(found[-2], x[: sum(sends)], recvs, sends, group=self.process_set.group)
-        return found
+            outputs += [x.new_empty((sum(recvs), *x.shape[1:])), torch.tensor(recvs, device=splits.device)]
+            dist.all_to_all_single(outputs[-2], x[: sum(sends)], recvs, sends, group=self.process_set.group)
+        return outputs
 
     def reducescatter(self, xs: list[Tensor]) -> list[Tensor]:
         parts = [list(x.tensor_split(len(self.process_set.ranks))) for x in xs]
-        found = [torch.empty_like(some[self.process_set.rank() or 0]) for some in parts]
-        for out, some in zip(found, parts, strict=True):
+        outputs = [torch.empty_like(some[self.process_set.rank() or 0]) for some in parts]
+        for out, some in zip(outputs, parts, strict=True):
             dist.reduce_scatter(out, some, _REDUCE[self.op], self.process_set.group)
-        return found
+        return outputs
 
     def barrier(self, xs: list[Tensor]) -> list[Tensor]:
         return xs
@@ -462,29 +465,30 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kind: str, fields: Any, *tensors: Tensor) -> Any:
         ctx.operation = Operation(kind, tensors, **fields)
-        found = synchronize(ctx.operation)
+        outputs = synchronize(ctx.operation)
         ctx.operation.given = ctx.operation._result = None  # else the result would keep itself alive
-        return tuple(found)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return None, None, *_gradients(ctx.operation, [grad.contiguous() for grad in grads])
 
 
-def _gradients(one: Operation, grads: list[Tensor]) -> Any:
+def _gradients(operation: Operation, grads: list[Tensor]) -> Any:
     """Return the gradients of the tensors of an operation, from those of its results."""
-    everyone, me, factors = one.process_set, one.process_set.rank() or 0, (one.prescale_factor, one.postscale_factor)
-    if one.kind == "allreduce":
-        return allreduce(grads, None, None, one.compression, one.op, *factors, everyone)
-    if one.kind == "alltoall":
-        return alltoall(grads[0], [rows[me] for rows in one.rows], None, everyone)[0], None
-    if one.kind == "reducescatter":
-        factor = factors[0] * factors[1] * (len(everyone.ranks) if one.op == Sum else 1)
+    everyone, factors = operation.process_set, (operation.prescale_factor, operation.postscale_factor)
+    me = everyone.rank() or 0
+    if operation.kind == "allreduce":
+        return allreduce(grads, None, None, operation.compression, operation.op, *factors, everyone)
+    if operation.kind == "alltoall":
+        return alltoall(grads[0], [rows[me] for rows in operation.rows], None, everyone)[0], None
+    if operation.kind == "reducescatter":
+        factor = factors[0] * factors[1] * (len(everyone.ranks) if operation.op == Sum else 1)
         return [grad * factor for grad in allgather(grads, None, everyone)]
     mean = allreduce(grads, process_set=everyone)
-    if one.kind == "broadcast":
-        return [grad if rank() == one.root_rank else torch.zeros_like(grad) for grad in mean]
-    return [grad.split([rows[at] for rows in one.rows])[me] for at, grad in enumerate(mean)]
+    if operation.kind == "broadcast":
+        return [grad if rank() == operation.root_rank else torch.zeros_like(grad) for grad in mean]
+    return [grad.split([rows[at] for rows in operation.rows])[me] for at, grad in enumerate(mean)]
 
 
 def _fields(
@@ -521,8 +525,8 @@ def _form(kind: str, suffix: str) -> Callable[..., Any]:
         given, fields = _fields(kind, suffix, tensor, args, options)
         xs = _listed(given)
         if not suffix and torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in xs):
-            found = _Function.apply(kind, fields, *xs)  # type: ignore[no-untyped-call]
-            return list(found) if isinstance(given, (list, tuple)) else found[0]
+            result = _Function.apply(kind, fields, *xs)  # type: ignore[no-untyped-call]
+            return list(result) if isinstance(given, (list, tuple)) else result[0]
         handle = Operation(kind, given, suffix.endswith("_"), **fields)
         return handle if "async" in suffix else synchronize(handle)
 
@@ -545,8 +549,8 @@ grouped_reducescatter, grouped_reducescatter_async = reducescatter, reducescatte
 
 def alltoall(tensor: Tensor, splits: Any = None, *args: Any, **options: Any) -> Any:
     """Return the rows that this rank receives and, if `splits` are given, their numbers."""
-    found = _alltoall_both(tensor, splits, *args, **options)
-    return found[0] if splits is None else found
+    received = _alltoall_both(tensor, splits, *args, **options)
+    return received[0] if splits is None else received
 
 
 def sparse_allreduce_async(
@@ -595,9 +599,9 @@ class _Distributed(torch.optim.Optimizer):
         counts as zeros."""
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         for p, wait in [(p, self._submit(p)) for p in params if self.process_set.included()]:
-            found = wait()
+            reduced = wait()
             if p.grad is not None and p.grad.is_sparse:
-                p.grad = found.to(p.grad.dtype).to_sparse(p.grad.sparse_dim())
+                p.grad = reduced.to(p.grad.dtype).to_sparse(p.grad.sparse_dim())
         self._passes.clear()
         self._synchronized = True
 
@@ -651,7 +655,7 @@ def DistributedOptimizer(  # noqa: N802
     `num_groups` are not used: all gradients are fused."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     named = [(f"noname.{i}", p) for i, p in enumerate(params)] if named_parameters is None else list(named_parameters)
-    if not all(isinstance(one, tuple) for one in named):
+    if not all(isinstance(pair, tuple) for pair in named):
         raise _wrong("named_parameters: expected pairs of name and parameter")
     names = {p: name for name, p in named}
     twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
@@ -704,10 +708,10 @@ def _of_root(value: Any, root_rank: int, process_set: ProcessSet) -> Any:
     if root_rank not in (process_set.ranks or ()):
         raise _wrong(f"root_rank {root_rank} is not in {process_set}")
     barrier(process_set)  # operations that were submitted before run first
-    found = concat([value] if rank() == root_rank else [], group=process_set.group)
-    if len(found) != 1:
-        raise _wrong(f"root_rank {root_rank} means {len(found)} ranks")
-    return found[0]
+    values = concat([value] if rank() == root_rank else [], group=process_set.group)
+    if len(values) != 1:
+        raise _wrong(f"root_rank {root_rank} means {len(values)} ranks")
+    return values[0]
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
@@ -720,8 +724,8 @@ def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Return the root's object on every rank, by pickle. `root_rank` is a rank of the world; `name` is not used."""
-    found = _of_root(pickle.dumps(obj), root_rank, process_set)
-    return obj if rank() == root_rank else pickle.loads(found)
+    pickled = _of_root(pickle.dumps(obj), root_rank, process_set)
+    return obj if rank() == root_rank else pickle.loads(pickled)
 
 
 _REFUSED = {

@@ -17,7 +17,7 @@ _TURN = 0.02  # seconds by which each rank waits longer than the one before it: 
 
 
 class Peers:
-    """The other ranks, as this rank asks and answers them. Only the watching thread uses it.
+    """The other ranks, as this rank asks and answers them. But for send_all(), only the watching thread uses it.
 
     If a rank does not answer, another rank of its node reads its shared record.
 
