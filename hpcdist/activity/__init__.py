@@ -34,7 +34,7 @@ _SLOT_SIZE = 2**16  # bytes per rank
 Row = tuple[Any, float | None, int, str, int]
 
 
-class Entry(NamedTuple):
+class CallEntry(NamedTuple):
     """A call: when it began (seconds of the epoch), its team, its number there, and its name and place."""
 
     since: float
@@ -42,7 +42,7 @@ class Entry(NamedTuple):
     number: int
     text: str
 
-    def same(self, other: Entry) -> bool:
+    def same(self, other: CallEntry) -> bool:
         """Whether these are one call: of the same team, by the same number."""
         return (self.team, self.number) == (other.team, other.number)
 
@@ -62,8 +62,8 @@ class ThreadStatus:
     """
 
     thread: int
-    call: Entry | None
-    last: Entry | None
+    call: CallEntry | None
+    last: CallEntry | None
     ended: float
     waited: float = inf
     tensors: str = ""
@@ -146,7 +146,7 @@ class ThreadRecord:
         self.thread = threading.get_native_id()
         _COUNT.pack_into(self._memory, self._at + _RECORD.size - _COUNT.size, self.thread)
 
-    def current(self) -> Entry | None:
+    def current(self) -> CallEntry | None:
         """Return the call under way, if any."""
         return _status(self._memory, self._at).call
 
@@ -223,11 +223,11 @@ def _status(memory: memoryview, at: int) -> ThreadStatus:
     return ThreadStatus(thread, call, _entry(memory, at, finished) if finished else None, _EPOCH + ended)
 
 
-def _entry(memory: memoryview, at: int, count: int) -> Entry:
+def _entry(memory: memoryview, at: int, count: int) -> CallEntry:
     at += _RECORD.size + (count & 1) * (_ENTRY.size + _TEXT)
     since, team, number, length = _ENTRY.unpack_from(memory, at)
     at += _ENTRY.size
-    return Entry(_EPOCH + since, team, number, bytes(memory[at : at + min(length, _TEXT)]).decode(errors="replace"))
+    return CallEntry(_EPOCH + since, team, number, bytes(memory[at : at + min(length, _TEXT)]).decode(errors="replace"))
 
 
 shortest = inf  # seconds of the shortest deadline of any call's own

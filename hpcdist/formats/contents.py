@@ -30,7 +30,7 @@ Slices = Callable[[Box], Tensor]
 
 
 @dataclass(frozen=True)
-class Parts:
+class FileParts:
     """A tensor in parts, which together are the tensor.
 
     Attributes:
@@ -69,7 +69,7 @@ class Stored(Described):
     """
 
     raw: Raw | None = None
-    parts: Parts | None = None
+    parts: FileParts | None = None
     pieces: Table | None = None
 
     @cached_property

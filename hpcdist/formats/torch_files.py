@@ -33,7 +33,7 @@ from torch import Tensor
 from hpcdist import torch_names
 from hpcdist.errors import FileError
 from hpcdist.formats.archives import members
-from hpcdist.formats.contents import Contents, Format, Identity, Parts, Slices, Stored, identity
+from hpcdist.formats.contents import Contents, FileParts, Format, Identity, Slices, Stored, identity
 from hpcdist.formats.paths import file_errors, utf8_path
 from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
@@ -275,7 +275,7 @@ def _stored(path: str, name: str, entry: Any, where: Mapping[Any, Any], files: d
         np.array(corner, np.int64).reshape(len(rows), len(shape))
         for corner in ([chunk.offsets for chunk in entry.chunks], [chunk.sizes for chunk in entry.chunks])
     )
-    parts = Parts(used, offsets, shapes, np.array(rows, np.int64).reshape(-1, 3))
+    parts = FileParts(used, offsets, shapes, np.array(rows, np.int64).reshape(-1, 3))
     found = Stored(name, shape, dtype, parts=parts)
     if not found.part_boxes.tile():
         raise FileError("HD510", f"{path}: incomplete: the parts of {name} are not the tensor of shape {shape}, once")

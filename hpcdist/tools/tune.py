@@ -45,7 +45,7 @@ def main(world: World, args: argparse.Namespace) -> int:
     place = team.rules.place
     before = objects.run_on_root(world.comm, "tune", lambda: _before(args.output))
     found: dict[str, list[Rule]] = {operation: [] for operation in _VERBS}
-    samples, checks = list[Sample](), list[_Check]()
+    samples, checks = list[Sample](), list[_Comparison]()
     skewed = team.size + 1
     points = [(*point, False) for point in product(_VERBS, _TOTALS, (1, skewed))]
     points += [(*point, True) for point in product(_VERBS, _HELD_OUT, (1, _SKEWED))]
@@ -60,7 +60,7 @@ def main(world: World, args: argparse.Namespace) -> int:
         medians = {name: timing.seconds.median for name, timing in timings.items()}
         best = min(medians, key=medians.__getitem__)
         if held_out:
-            checks.append(_Check(operation, total, times, now.label, best, default.label, medians))
+            checks.append(_Comparison(operation, total, times, now.label, best, default.label, medians))
             continue
         skew = sizes[1] * team.size / sizes[0]
         us = {name: round(median * 1e6, 1) for name, median in medians.items()}
@@ -80,7 +80,7 @@ def main(world: World, args: argparse.Namespace) -> int:
     return 0
 
 
-class _Check(NamedTuple):
+class _Comparison(NamedTuple):
     """A call of a size that no rule comes from: seconds by algorithm, and which are chosen.
 
     Attributes:
@@ -147,7 +147,7 @@ def _write(name: str, contents: dict[str, Any]) -> None:
     write_text(name, f'{{{head},\n"rules": {{\n {rules}\n}},\n"samples": {rows(contents["samples"])}\n}}\n')
 
 
-def _report(place: Place, found: dict[str, list[Rule]], checks: list[_Check]) -> str:
+def _report(place: Place, found: dict[str, list[Rule]], checks: list[_Comparison]) -> str:
     rules = [
         [operation, show_bytes(rule.total), f"{rule.skew:g}", rule.label]
         for operation, rules in found.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hpcdist.activity import ANYBODY, NOBODY, Entry, ThreadStatus
+from hpcdist.activity import ANYBODY, NOBODY, CallEntry, ThreadStatus
 from hpcdist.errors import coded
 
 ISSUED = " issued to "  # marks a call that is recorded as finished, though a GPU may not have done it
@@ -38,7 +38,7 @@ class Report:
     still: float = 0.0
 
     @property
-    def calls(self) -> list[Entry]:
+    def calls(self) -> list[CallEntry]:
         """The calls under way."""
         return [thread.call for thread in self.threads if thread.call is not None]
 
@@ -86,7 +86,7 @@ def _ago(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
-def missing(call: Entry, peers: Sequence[int], reports: Mapping[int, Report]) -> list[int]:
+def missing(call: CallEntry, peers: Sequence[int], reports: Mapping[int, Report]) -> list[int]:
     """Return the ranks that a call waits for: those of its team that have not reached it, or the peer of a message.
 
     Args:
@@ -98,7 +98,7 @@ def missing(call: Entry, peers: Sequence[int], reports: Mapping[int, Report]) ->
     return [rank for rank in peers if rank in reports and not _has_come(reports[rank], call)]
 
 
-def chain(call: Entry, peers_of: Callable[[int], Sequence[int]], reports: Mapping[int, Report]) -> list[int]:
+def chain(call: CallEntry, peers_of: Callable[[int], Sequence[int]], reports: Mapping[int, Report]) -> list[int]:
     """Return the ranks that a call waits for, directly or through the calls of other ranks that it waits for.
 
     Args:
@@ -111,7 +111,7 @@ def chain(call: Entry, peers_of: Callable[[int], Sequence[int]], reports: Mappin
     return absent
 
 
-def made_progress(call: Entry, reports: Mapping[int, Report], limit: float) -> bool:
+def made_progress(call: CallEntry, reports: Mapping[int, Report], limit: float) -> bool:
     """Whether any rank has made progress in a call in the last `limit` seconds."""
     return any(
         report.doing not in GONE and thread.call is not None and thread.call.same(call) and thread.waited < limit
@@ -120,7 +120,7 @@ def made_progress(call: Entry, reports: Mapping[int, Report], limit: float) -> b
     )
 
 
-def _has_come(report: Report, call: Entry) -> bool:
+def _has_come(report: Report, call: CallEntry) -> bool:
     """Whether a rank has reached a call or finished it."""
     for thread in report.threads:
         for entry in (thread.call, thread.last):
@@ -130,7 +130,7 @@ def _has_come(report: Report, call: Entry) -> bool:
 
 
 def verdict(
-    call: Entry,
+    call: CallEntry,
     absent: Sequence[int],
     reports: Mapping[int, Report],
     peers_of: Callable[[int], Sequence[int]] = lambda team: (),
@@ -156,7 +156,7 @@ def verdict(
     return "\n".join(lines)
 
 
-def _same_call(call: Entry, reports: Mapping[int, Report]) -> list[str]:
+def _same_call(call: CallEntry, reports: Mapping[int, Report]) -> list[str]:
     """Describe a call that all ranks have reached: where they are in it, and with which tensors; or which ranks are in
     another collective, by the same number of the same group."""
     ranks: dict[str, list[str]] = {}
@@ -179,7 +179,7 @@ def _same_call(call: Entry, reports: Mapping[int, Report]) -> list[str]:
     return mismatches or lines
 
 
-def _threads_of(call: Entry, reports: Mapping[int, Report]) -> list[str]:
+def _threads_of(call: CallEntry, reports: Mapping[int, Report]) -> list[str]:
     """Describe the ranks of which several threads are in calls of the team of `call`, which no order unites.
 
     A call in the background has two threads, which are no sign of it: one runs it, and one waits for it.
@@ -206,7 +206,7 @@ def _circle(
     absent: Sequence[int], peers_of: Callable[[int], Sequence[int]], reports: Mapping[int, Report]
 ) -> list[str]:
     """Describe the ranks that keep a call waiting and wait for each other, if any do."""
-    waits_for: dict[int, tuple[Entry, int]] = {}
+    waits_for: dict[int, tuple[CallEntry, int]] = {}
     for rank in absent:
         for call in reports[rank].calls:
             if others := missing(call, peers_of(call.team), reports):
@@ -228,7 +228,7 @@ def _circle(
     return [coded("HD601", f"they wait for each other: {'; '.join(steps[:_ALIKE])}")]
 
 
-def _why(report: Report, call: Entry) -> str:
+def _why(report: Report, call: CallEntry) -> str:
     """Describe why a rank has not reached a call."""
     here = report.calls[0] if report.calls else None
     lasts = [t.last.text for t in sorted(report.threads, key=lambda t: t.ended) if t.last is not None]

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from hpcdist import activity
-from hpcdist.activity import ENDING, FINALIZED, Entry, ThreadRecord, callsite, procstat, recording
+from hpcdist.activity import ENDING, FINALIZED, CallEntry, ThreadRecord, callsite, procstat, recording
 from hpcdist.errors import HangError, coded, with_hint
 from hpcdist.process import abort
 from hpcdist.tensors import accelerator, pool
@@ -37,7 +37,7 @@ _JOIN = 1.5  # seconds in which the other ranks that wait raise, too, before the
 _END = 0.3  # seconds until an ending job has ended
 _RAS = 3.0  # seconds for the answer of NCCL's RAS, which waits a second for a stopped process
 _HASTE = 0.2  # seconds to wait for answers where the launcher is about to end the job
-_NOTHING, _COLLECTIVE = Entry(0.0, 0, 0, ""), Entry(0.0, 0, 0, "a collective on the GPU")
+_NOTHING, _COLLECTIVE = CallEntry(0.0, 0, 0, ""), CallEntry(0.0, 0, 0, "a collective on the GPU")
 ALARM, DEMAND = "alarm", "demand"  # reasons for a query
 
 

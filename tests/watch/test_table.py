@@ -12,13 +12,13 @@ import pytest
 import torch
 import typing_extensions
 
-from hpcdist.activity import ANYBODY, NOBODY, Entry, ThreadStatus, callsite
+from hpcdist.activity import ANYBODY, NOBODY, CallEntry, ThreadStatus, callsite
 from hpcdist.watch.datagrams import KEY, Datagrams
 from hpcdist.watch.hang_table import WAITS, Report, chain, missing, table, verdict
 
 TEAM = 77
-CALL = Entry(100.0, TEAM, 5, "concat() at train.py:12")
-BEFORE = Entry(90.0, TEAM, 4, "gather() at train.py:11")
+CALL = CallEntry(100.0, TEAM, 5, "concat() at train.py:12")
+BEFORE = CallEntry(90.0, TEAM, 4, "gather() at train.py:11")
 
 
 def report(
@@ -155,7 +155,7 @@ def test_threads_that_use_one_group():
 
     def said(*calls):
         threads = [
-            ThreadStatus(7, Entry(1.0, TEAM, number, f"{verb}() at a.py:1"), None, 0.0) for number, verb in calls
+            ThreadStatus(7, CallEntry(1.0, TEAM, number, f"{verb}() at a.py:1"), None, 0.0) for number, verb in calls
         ]
         return verdict(threads[-1].call or CALL, [], {rank: Report(rank, "h", 1, threads) for rank in range(2)})
 
