@@ -173,13 +173,22 @@ class Alone:
             return mine
         return next(self._heard, mine)
 
+    def bcast(self, value, root=0):
+        return self._of_root(value)
+
+    def allgather(self, value):
+        return [self._of_root(value)] + [value] * (self.size - 1)
+
+    gather = allgather
+
     def Bcast(self, spec, root=0):  # noqa: N802
         memory = memoryview(spec[0]).cast("B")
         memory[:] = self._of_root(bytes(memory))
 
     def Allgather(self, send, recv):  # noqa: N802
-        if mine := bytes(send[0]):
-            everyone, stride = memoryview(recv[0]).cast("B"), len(mine)
+        send, recv = (spec if isinstance(spec, np.ndarray) else spec[0] for spec in (send, recv))
+        if mine := bytes(send):
+            everyone, stride = memoryview(recv).cast("B"), len(mine)
             everyone[:] = self._of_root(mine) + mine * (self.size - 1)
             if self._extents and stride >= HEADER:
                 for rank, extent in enumerate(self._extents):  # in hpcdist/validation/collective.py
