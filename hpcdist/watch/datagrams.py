@@ -83,9 +83,8 @@ class Datagrams:
             if self._socket is not None:
                 self._socket.sendto(part, tuple(address))
                 return
-            fd = procstat.opened(
-                address
-            )  # it is opened for reading, too: without readers, writing may end this process
+            # It is opened for reading, too: without readers, writing may end this process.
+            fd = procstat.opened(address)
             try:
                 os.write(fd, part)
             finally:
