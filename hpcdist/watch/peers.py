@@ -50,6 +50,7 @@ class Peers:
 
     def close(self) -> None:
         self._datagrams.close()
+        del self._until  # the watch's own: without this cycle, the memory of the records ends at once
 
     def wait_for_raise(self) -> None:
         """Give the rank that has asked time to raise."""
