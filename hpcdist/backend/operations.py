@@ -65,9 +65,9 @@ def _agreed(verb: str) -> Callable[[Callable[..., dist.Work]], Callable[..., dis
             except (TypeError, ValueError) as error:
                 if self._calls != calls or self._team.size == 1:  # the ranks have compared their calls, or need not
                     raise
-                opts = options.get("opts", args[-1])
                 call = Call(verb, problem=described(error, "HD701").removeprefix(f"{verb}: "))
-            return self._run(call, opts if hasattr(opts, "asyncOp") else None, [], collectives.barrier)
+            opts = next((x for x in (*args, *options.values()) if hasattr(x, "asyncOp")), None)
+            return self._run(call, opts, [], collectives.barrier)
 
         return run
 
@@ -225,19 +225,22 @@ class Operations:
         return self._run(call, opts, tensors, collectives.reduce, x, op, root, writes=writes)
 
     @_agreed("all_gather")
-    def allgather(
-        self, outputs: list[Tensors], inputs: Tensors, opts: Any = None, verb: str = "all_gather"
-    ) -> dist.Work:
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        return self._gathered("all_gather", opts, outputs, inputs)
+
+    @_agreed("all_gather_coalesced")
+    def allgather_coalesced(self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        columns = [list(column) for column in zip(*output_lists, strict=True)]
+        return self._gathered("all_gather_coalesced", opts, columns, inputs)
+
+    def _gathered(self, verb: str, opts: Any, outputs: list[Tensors], inputs: Tensors) -> dist.Work:
+        """Gather each input of all ranks into a list of outputs."""
         for outs, x in zip(outputs, inputs, strict=True):
             _check_gathered(verb, outs, x, self._team)
         call = Call(verb, sizes(*chain.from_iterable(outputs)))
         if len(inputs) == 1:
             return self._run(call, opts, outputs, collectives.all_gather, outputs[0], inputs[0])
         return self._run(call, opts, outputs, _each, collectives.all_gather, outputs, inputs)
-
-    def allgather_coalesced(self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
-        columns = [list(column) for column in zip(*output_lists, strict=True)]
-        return self.allgather(columns, inputs, opts, "all_gather_coalesced")
 
     all_gather_single = _allgather_base = _blocks("all_gather_single", single=True)
     all_gather_single_coalesced = allgather_into_tensor_coalesced = _blocks("all_gather_single")
