@@ -95,18 +95,19 @@ def test_a_rank_that_never_calls_init():
 
 @pytest.mark.once
 @pytest.mark.parametrize(("end", "ranks"), [("end", 5), ("stop", 2)])
-def test_a_rank_that_never_starts_mpi(end, ranks):
+def test_a_rank_that_never_starts_mpi(end, ranks, tmp_path):
     """MPI_Init of the others would wait for ever, and holds Python's lock: none of their threads could tell."""
-    job = mpirun(ranks, str(PROGRAM.with_name("early.py")), end, "1.5")
+    job = mpirun(ranks, str(PROGRAM.with_name("early.py")), end, "1.5", str(tmp_path / "process"))
     assert job.status != 0
     said = rf"init\(\) at \S+early.py:\d+ has waited for 1.5 s in MPI_Init.* started {ranks} processes \(.*\[HD120\]\n"
     assert re.search(said, job.err), job.err
 
 
 @pytest.mark.once
-def test_an_end_that_hangs():
+def test_an_end_that_hangs(tmp_path):
     """Rank 0 waits in MPI_Finalize, which holds Python's lock, and no watch runs any more."""
-    job = mpirun(2, str(PROGRAM.with_name("early.py")), "late", limit(4)["HPCDIST_TIMEOUT"], quick=False)
+    words = ["late", limit(4)["HPCDIST_TIMEOUT"], str(tmp_path / "process")]
+    job = mpirun(2, str(PROGRAM.with_name("early.py")), *words, quick=False)
     assert job.status != 0
     assert re.search(r"rank [01] has not ended .* after the last call of all ranks.*\[HD121\]\n", job.err), job.err
 
