@@ -120,7 +120,7 @@ def _records(world: hd.World) -> int:
     found = len(context.teams) + len(context._torch_groups) + len(activity.peers)
     found += len(callsite._texts) + len(callsite._inside)
     for team in context.teams.values():
-        found += sum(map(len, (team.torch_groups, team.routes, team.plans, team.repeats)))
+        found += sum(map(len, (team.torch_groups, team.routes, team.repeats)))
     return found
 
 

@@ -173,7 +173,7 @@ class Join(Joining, Plannable):
     """Join shards on the root, or on every rank in a concat."""
 
     sent: Tensor
-    validate = local.check_shard
+    check = local.check_shard
 
     def arguments(self) -> Hashable:
         dim, root = self.dim, self.root

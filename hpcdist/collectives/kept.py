@@ -50,6 +50,9 @@ class Parts(NamedTuple):
 class Kept:
     """A planned call, kept for the next one like it, and where its result lies if its data come behind the headers.
 
+    A rank may have forgotten a call that others repeat, or repeat another one. So the header of a repeated call has the
+    number of the call that was planned, which all ranks count alike: unless all have the same, all plan together.
+
     Every rank receives the parts of all ranks, also in a gather or a split: for so few bytes an Allgather takes as long
     as a Gatherv, and it tells every rank whether the others make the same call with tensors that fit.
 
@@ -70,11 +73,15 @@ class Kept:
 
     def __init__(self, team: Team, x: Tensor | None, behind: int, parts: Parts | None, prefix: int) -> None:
         buffers = self._buffers = team.headers
-        self._headers, self.calls = buffers.last, team.calls[team.foreground is team]
+        team.planned += 1
+        number = team.planned.to_bytes(8, "little")
+        self._headers = tuple([header[:-8] + number for header in buffers.last])
+        self.calls = team.calls[team.foreground is team]
         self.inline = parts is not None
         self._nbytes, self._ndim = (0, 0) if x is None else (max(0, behind - prefix), x.dim())
         start = HEADER + max(0, behind - self._nbytes)
-        self._start, self._rest = buffers.own[:start], bytes(len(buffers.own) - start - self._nbytes)
+        self._start = b"".join((buffers.own[: HEADER - 8], number, buffers.own[HEADER:start]))
+        self._rest = bytes(len(buffers.own) - start - self._nbytes)
         self._box = None if parts is None else parts.dests[team.rank]
         if parts is None or self._box is None:
             return

@@ -9,7 +9,6 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from hpcdist import activity
 from hpcdist.collectives import join, redistribute, run as driver, split
@@ -25,8 +24,7 @@ from hpcdist.runtime.plan import Plan, planners
 from hpcdist.tensors import pool
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.validation import collective, local
-from hpcdist.validation.collective import Agreed, Call
-from hpcdist.validation.local import not_a_tensor
+from hpcdist.validation.collective import Agreed
 
 if TYPE_CHECKING:
     from hpcdist.comm.team import GroupLike
@@ -85,33 +83,14 @@ def plan(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None, *
     if verb is split.split and arguments["root"] is None:
         raise refusal(TypeError, "HD201", "plan(): split with root=None sends nothing: call it")
     team, op = world.team_of(group), make(**arguments)
-    op.name = f"plan of {verb.__name__}"
+    op.name, op.number = f"plan of {verb.__name__}", 0
     with activity.InCall(op.name, team), abort.InStep(op.name, team.size):
-        call = local.call_of(op.name, _validation(op), op, team)
+        call = local.call_of(op.name, op.validate, team)
         agreed = collective.exchange(team, call)
         op.grad = agreed.grad
         with abort.InTransfer(op.name, team.size):
             op.plan(team, call, agreed)
     return _described(verb.__name__, op, team, agreed)
-
-
-def _validation(op: Plannable, like: Tensor | None = None) -> Callable[[Plannable, Team, Call], None]:
-    """Return the validation of an operation in plan(), and of those that the plan executes on a tensor like `like`."""
-    validate = type(op).validate
-    facts = None if like is None else (like.dtype, tuple(like.shape), like.device)
-    planned = "a {} tensor of shape {} on {}"
-
-    def validated(again: Plannable, team: Team, call: Call) -> None:
-        x = again.x
-        if not (x is None or isinstance(x, Tensor)):
-            raise local.ArgumentError("HD201", not_a_tensor(x, "x"))
-        if x is not None and facts is not None and (got := (x.dtype, tuple(x.shape), x.device)) != facts:
-            text = f"x is {planned.format(*got)}, but the plan was made for {planned.format(*facts)}"
-            raise local.ArgumentError("HD303", text)
-        validate(again, team, call)
-        call.options = (*call.options, ("the plan", again.number))
-
-    return validated
 
 
 def _described(name: str, op: Plannable, team: Team, agreed: Agreed) -> Plan:
@@ -161,17 +140,16 @@ def _shared(team: Team, nbytes: int, otherwise: Method) -> Method:
 
 def _kept(name: str, op: Plannable, team: Team) -> Callable[..., Any]:
     """Return the function that executes a plan."""
-    validate = _validation(op, op.x)
     team.plans_made += 1
     op.name, op.number = f"a plan of {name}", team.plans_made
-    kept = vars(op) | dict.fromkeys(("x", "out", "sent", "dest", "kept")) | {"validate": validate}
-    kind = type(type(op).__name__, (type(op),), kept)  # its attributes: faster than a copy of them for each call
+    op.like = None if op.x is None else (op.x.dtype, tuple(op.x.shape), op.x.device)
+    kind, kept = type(op), vars(op) | dict.fromkeys(("x", "out", "sent", "dest", "kept"))
 
     def call(x: Any, out: Any = None, *, async_op: bool = False) -> Any:
         if team.freed or team.group.ended:
             raise HpcdistError("HD112", "the world of this plan has ended, or its group was freed: make a new plan")
         again: Plannable = object.__new__(kind)
-        again.x, again.out = x, out
+        vars(again).update(kept, x=x, out=out)
         return driver.run(again, team, async_op)
 
     return call

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
@@ -17,7 +18,7 @@ from hpcdist.collectives.kept import Parts, encode, prefix_of
 from hpcdist.collectives.run import Plannable, run
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
-from hpcdist.errors import RankError, coded
+from hpcdist.errors import RankError, refusal
 from hpcdist.layout import Box, Layout
 from hpcdist.routes.route import Alltoall, Method, Route
 from hpcdist.runtime import world
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from hpcdist.comm.team import GroupLike, Keywords
     from hpcdist.runtime.background import Handle
 
-_CACHED = 64  # transfer plans per team
 _LAYOUTS = frozenset({layouts.Split, layouts.Block, layouts.Replicate, layouts.Boxes})  # which cannot change
 Shape = tuple[int, ...]
 
@@ -96,7 +96,7 @@ class Redistribute(Plannable):
     """Redistribute a tensor.
 
     Attributes:
-        moves: transfer of this rank, after plan().
+        moves: what this rank sends and receives, after plan().
         typed: whether the route receives into boxes; None before it is chosen.
     """
 
@@ -106,7 +106,7 @@ class Redistribute(Plannable):
     route: Any
     out: Any
     sent: Tensor = field(init=False)
-    moves: Transfer = field(init=False)
+    moves: Moves = field(init=False)
     typed: bool | None = field(default=None, init=False)
     name = "redistribute"
 
@@ -114,7 +114,7 @@ class Redistribute(Plannable):
         given = self.src, self.dst, self.route
         return given if _LAYOUTS.issuperset(map(type, given[:2])) else None
 
-    def validate(self, team: Team, call: Call) -> None:
+    def check(self, team: Team, call: Call) -> None:
         checks.check_layouts(self, call)
         checks.put_inline(call, team, encode(_shapes(call)))
 
@@ -128,18 +128,17 @@ class Redistribute(Plannable):
         else:
             rows = objects.all_gather_object(team.comm, _shapes(call))
         shapes = tuple(tuple(row[1 : 1 + ndim]) for row in rows)
-        key = (self.src, self.dst, shapes, x.dtype)
-        moves: Transfer | None = self.moves if self.number else team.plans.get(key)
-        if moves is None:
-            moves = team.plans[key] = Transfer(self.name, team, self.src, self.dst, shapes, x)
-            if len(team.plans) > _CACHED:
-                team.plans.popitem(last=False)
-                team.repeats.clear()  # a rank that has forgotten a call finds its transfer, or makes it with all others
-        self.moves = moves
+        if not self.number:
+            try:
+                self.moves = _moves(self.src, self.dst, shapes, team.rank, team.size, x.dtype)
+            except ValueError as error:  # the same on all ranks
+                raise RankError(self.name, dict.fromkeys(range(team.size), str(error))) from None
+            self.moves.agree(self.name, team)
+        moves = self.moves
         outs = {rank: tuple(row[1 + ndim : 1 + 2 * ndim]) for rank, row in enumerate(rows) if row[0]}
         collective.check_out(self.name, outs, [box.shape for box in moves.boxes], agreed.grad, "shape {}")
         parts = Parts(moves.shape, x.dtype, moves.held, moves.boxes, moves.recvs)
-        self.bind(team, call, agreed, parts, prefix_of(1 + 2 * ndim), agreed.inline)
+        self.bind(team, call, agreed, parts, prefix_of(1 + 2 * ndim))
 
     def method(self, team: Team) -> Method:
         if not self.moves.longest:
@@ -202,57 +201,53 @@ class Side(Blocks):
         super().__init__(held.shape, boxes, dtype)
 
 
-class Transfer:
-    """One rank's part in moving a tensor from one layout to another. Planning it is collective; one small Allgather.
+class Moves:
+    """One rank's part in moving a tensor from one layout to another.
 
     Messages that are not one run of memory are packed: MPICH sends derived datatypes at a third of that speed.
 
     Args:
         shapes: shapes of the parts of all ranks.
-        x: part of this rank.
+        rank, size: rank of this process, and number of ranks.
 
     Attributes:
         shape: shape of the whole tensor.
         held, boxes: boxes of all ranks in the old layout, and in the new one.
         recvs: source and box of all that this rank receives, what it has itself included.
+        missing: elements of the new part that no rank holds.
         source, dest: messages that this rank sends from its part, and those that it receives into the new one.
         longest, total: bytes of the longest message of all ranks in both directions, and of all messages of a rank: see
-            Alltoall.
+            Alltoall. Until agree(), those of this rank.
 
     Raises:
-        RankError: on every rank, if the parts do not form a tensor in `src`, or it cannot have the layout `dst`.
+        ValueError: if the parts do not form a tensor in `src`, or it cannot have the layout `dst`; on all ranks.
     """
 
     def __init__(
-        self,
-        verb: str,
-        team: Team,
-        src: Layout,
-        dst: Layout,
-        shapes: Sequence[Shape],
-        x: Tensor,
+        self, src: Layout, dst: Layout, shapes: Sequence[Shape], rank: int, size: int, dtype: torch.dtype
     ) -> None:
-        name, rank = "src", team.rank
+        name = "src"
         try:
             self.shape, self.held = src.held(shapes)
             name = "dst"
-            self.boxes = dst.boxes(self.shape, team.size)
-        except ValueError as wrong:  # the same on all ranks
-            problem = coded("HD213", f"{name}: {wrong}")
-            raise RankError(verb, dict.fromkeys(range(team.size), problem)) from None
+            self.boxes = dst.boxes(self.shape, size)
+        except ValueError as wrong:
+            raise refusal(ValueError, "HD213", f"{name}: {wrong}") from None
         moves = layouts.overlaps(self.held, self.boxes, rank)
-        self.recvs = moves.recvs
-        self.source = Side(self.held[rank], moves.sends, rank, team.size, x.dtype)
-        self.dest = Side(self.boxes[rank], moves.recvs, rank, team.size, x.dtype)
+        self.recvs, self.missing = moves.recvs, moves.missing
+        self.source = Side(self.held[rank], moves.sends, rank, size, dtype)
+        self.dest = Side(self.boxes[rank], moves.recvs, rank, size, dtype)
         sides = (self.source, self.dest)
-        longest = max(max(side.counts) for side in sides)
-        total = max(max(side.nbytes, x.itemsize * prod(side.shape)) for side in sides)
-        facts = objects.all_gather_object(team.comm, [longest, total, moves.missing])
-        longests, totals, missing = zip(*facts, strict=True)
+        self.longest = max(max(side.counts) for side in sides)
+        self.total = max(max(side.nbytes, dtype.itemsize * prod(side.shape)) for side in sides)
+
+    def agree(self, verb: str, team: Team) -> None:
+        """Agree on the longest message. Collective; a RankError if no rank holds a part of the result."""
+        longests, totals, missing = zip(*team.comm.allgather((self.longest, self.total, self.missing)), strict=True)
         text = "src: no rank holds {} of the {} elements of its new part"
-        lacking = {one: text.format(n, self.boxes[one].size()) for one, n in enumerate(missing) if n}
+        lacking = {rank: text.format(n, self.boxes[rank].size()) for rank, n in enumerate(missing) if n}
         objects.raise_problems(verb, lacking)
-        self.longest, self.total = max(longests), max(totals)  # of both directions: see Alltoall
+        self.longest, self.total = max(longests), max(totals)
 
     def buffer(self, y: Tensor, typed: bool | None) -> Tensor:
         """Return memory to receive the messages for `y`: `y` itself if they can arrive in place.
@@ -282,6 +277,9 @@ class Transfer:
         counts = source.counts, source.displs_in(packed, x), dest.counts, dest.displs_in(buffer, y)
         boxes = dest.boxes if buffer is y and dest.in_place is None else None
         return Alltoall(*counts, self.longest, self.total, boxes)
+
+
+_moves = lru_cache(maxsize=64)(Moves)
 
 
 def balance(weights: Sequence[float], parts: int | None = None, *, group: GroupLike | None = None) -> list[int]:

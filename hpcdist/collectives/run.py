@@ -25,7 +25,7 @@ from hpcdist.tensors.eager import recorded
 from hpcdist.tensors.storage import copyable, is_plain, written
 from hpcdist.validation import collective
 from hpcdist.validation.collective import Agreed, Call
-from hpcdist.validation.local import call_of
+from hpcdist.validation.local import ArgumentError, call_of, not_a_tensor
 
 
 class Operation(ABC):
@@ -105,7 +105,8 @@ class Plannable(Operation):
 
     Attributes:
         shared: whether the ranks of a node are to share the result.
-        number: of the plan that is executed, among those of the team; 0 without one.
+        number: of the plan that is executed, among those of the team; 0 in plan(); None without a plan.
+        like: facts of the tensors for which the plan was made: dtype, shape, device.
         messages: operation of the route that moves the data, and its messages.
         transfer: name of the route, and what carries that operation out; None before it is chosen.
         sizes: bytes of the result of each rank.
@@ -114,7 +115,8 @@ class Plannable(Operation):
     """
 
     shared = False
-    number = 0
+    number: int | None = None
+    like: tuple[Any, ...] | None = None
     transfer: tuple[str, Callable[..., None]] | None = None
     messages: tuple[str, Vector | Alltoall]
     sizes: Sequence[int]
@@ -122,6 +124,23 @@ class Plannable(Operation):
     dest: Tensor | None
     agreed: Agreed
     parts: Parts
+
+    @abstractmethod
+    def check(self, team: Team, call: Call) -> None:
+        """Check the arguments of a call, as validate() does."""
+
+    def validate(self, team: Team, call: Call) -> None:
+        if self.number is None:
+            self.check(team, call)
+            return
+        x = self.x
+        if not (x is None or isinstance(x, Tensor)):
+            raise ArgumentError("HD201", not_a_tensor(x, "x"))
+        if x is not None and self.like is not None and (got := (x.dtype, tuple(x.shape), x.device)) != self.like:
+            text = f"x is {_LIKE.format(*got)}, but the plan was made for {_LIKE.format(*self.like)}"
+            raise ArgumentError("HD303", text)
+        self.check(team, call)
+        call.options = (*call.options, ("the plan", self.number))
 
     @abstractmethod
     def arguments(self) -> Hashable:
@@ -160,13 +179,8 @@ class Plannable(Operation):
         own = x is not None and (x.dtype, x.shape, x.is_cpu or x.device)
         return given, own, out.dtype, out.shape, out.is_cpu or out.device
 
-    def bind(self, team: Team, call: Call, agreed: Agreed, parts: Parts, prefix: int = 0, keep: bool = True) -> None:
-        """Take the tensors that forward() moves, and what of them moves, at the end of plan().
-
-        Args:
-            prefix: see Kept.
-            keep: whether plan() has sent nothing. A rank may have forgotten a call that others repeat, and plans alone.
-        """
+    def bind(self, team: Team, call: Call, agreed: Agreed, parts: Parts, prefix: int = 0) -> None:
+        """Take the tensors that forward() moves, and what of them moves, at the end of plan(); `prefix`: see Kept."""
         self.sent, self.dest, self.agreed, self.parts = call.x, call.out, agreed, parts
         self.sizes = [0 if box is None else parts.dtype.itemsize * prod(box.shape) for box in parts.dests]
         behind_headers = agreed.inline and MemoryKind.GPU not in agreed.kinds and self.route in ("auto", "mpi")
@@ -175,7 +189,7 @@ class Plannable(Operation):
             for nbytes, box in zip(agreed.inlines, parts.sources, strict=True)
         )
         behind = agreed.inlines[team.rank]
-        self.kept = Kept(team, call.x, behind, parts if inline else None, prefix) if keep or inline else None
+        self.kept = Kept(team, call.x, behind, parts if inline else None, prefix)
 
     def chosen(self, team: Team) -> Route:
         """Return the route of the data. Collective, after plan(); raises the same on all ranks."""
@@ -210,6 +224,7 @@ class Plannable(Operation):
         return None
 
 
+_LIKE = "a {} tensor of shape {} on {}"
 _NO_DOUBLE = "transfers between ranks cannot be differentiated twice (create_graph=True)"
 _NO_BATCH = coded(
     "HD219", "batches of gradients (is_grads_batched, vectorize, vmap) cannot be sent: pass one at a time"

@@ -134,7 +134,7 @@ class Scatter(Plannable):
                 return *given, counts
         return None
 
-    def validate(self, team: Team, call: Call) -> None:
+    def check(self, team: Team, call: Call) -> None:
         local.check_split(self, team.rank, team.size, team.settings.device.type != "cpu", call)
         if team.rank != call.root:
             call.inline = ()
@@ -163,7 +163,7 @@ class Scatter(Plannable):
         self._device = own if call.x is None else call.x.device
         parts = Parts(cut.shape, cut.dtype, sources, dests, [(call.root, dests[team.rank])])
         self.messages = "scatterv", Vector(cut.counts, cut.displs, call.root)
-        self.bind(team, call, agreed, parts, prefix_of(2 + len(cut.shape) + team.size), keep=agreed.inline)
+        self.bind(team, call, agreed, parts, prefix_of(2 + len(cut.shape) + team.size))
 
     def in_window(self, team: Team) -> Tensor | None:
         from hpcdist.routes import node_copy  # which imports MPI

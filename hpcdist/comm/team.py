@@ -10,7 +10,6 @@ import secrets
 import struct
 import weakref
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -251,8 +250,8 @@ class Team:
         cuda_aware: whether MPI takes GPU memory on all ranks; None before the test.
         unshared: why the latest result with shared=True is not shared; None if it is.
         window: memory through which the ranks of a process group on one node reduce and broadcast, after its first use.
-        plans: latest redistributions planned.
         repeats: calls made before, which can be repeated with less work: see :mod:`hpcdist.collectives.kept`.
+        planned: number of calls that were planned to be kept.
         plans_made: number of plans that the user has made.
         results: number of results through which gradients flow back.
     """
@@ -277,9 +276,8 @@ class Team:
         self.cuda_aware: bool | None = None
         self.unshared: str | None = None
         self.window: Window | None = None
-        self.plans: OrderedDict[Any, Any] = OrderedDict()
         self.repeats: dict[Any, Any] = {}
-        self.plans_made = self.results = 0
+        self.planned = self.plans_made = self.results = 0
         activity.peers[self.number] = self.peers
 
     @cached_property
@@ -359,7 +357,6 @@ class Team:
         left = {(self.number, name): group for name, group in self.torch_groups.items()}
         self.torch_groups.clear()
         self.routes.clear()
-        self.plans.clear()
         self.repeats.clear()
         for number in (self.number, self.number + 1):
             activity.forget(number)

@@ -32,8 +32,9 @@ LOSES_GRADIENT = coded(
 LEAVE = "finalize"  # the verb of a rank that makes no more calls
 # Digests of the call, the tensor and the counts (zero if absent); extents of x and out along dim; kind of memory;
 # 1 if a gradient is needed; 1 if this rank has a problem; bytes of data behind the header, or -1; the number of earlier
-# calls of the other kind (with or without async_op): ranks that differ in async_op must not match different calls.
-_HEADER = struct.Struct("<24sqqBBB3xhq8x")
+# calls of the other kind (with or without async_op): ranks that differ in async_op must not match different calls;
+# number of the call that this rank repeats, or 0: see hpcdist/collectives/kept.py.
+_HEADER = struct.Struct("<24sqqBBB3xhqq")
 assert _HEADER.size == HEADER
 _NONE = bytes(8)
 _MAX_SLEEP = 1e-3  # seconds
@@ -131,6 +132,7 @@ def exchange(team: Team, call: Call, exchanged: bool = False) -> Agreed:
             call.problem is not None,
             nbytes,
             0 if call.verb == LEAVE else team.calls[team.foreground is team],
+            0,
         )
         buffers.own = b"".join((header, *data)).ljust(len(buffers.own), b"\0")
         allgather(team, buffers.own)
@@ -189,7 +191,7 @@ def check_out(
 
 def _compare(headers: tuple[bytes, ...], root: int) -> Agreed | None:
     """Return the agreed values of the headers of a call from or to `root`; None if they disagree."""
-    digests, extents, out_extents, kinds, grads, problems, inlines, calls = zip(
+    digests, extents, out_extents, kinds, grads, problems, inlines, calls, _ = zip(
         *map(_HEADER.unpack, headers), strict=True
     )
     parts = [{digest[at : at + 8] for digest in digests} - {_NONE} for at in (0, 8, 16)]

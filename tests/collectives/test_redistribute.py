@@ -121,8 +121,8 @@ def test_what_one_rank_alone_has_forgotten(findings, world, size):
         findings.same(hd.redistribute(x, hd.Split(0), hd.Replicate()), whole, "redistribute")
         findings.same(hd.concat(x), whole, "concat")
         findings.same(hd.split(whole if world.rank == 0 else None), x, "split")
-        if turn == 1:  # all of them lose their transfers
-            team.plans.clear(), team.repeats.clear()
+        if turn == 1:  # all of them forget
+            team.repeats.clear()
 
 
 def test_route_of_repeated_calls(findings, monkeypatch):
