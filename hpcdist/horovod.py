@@ -9,7 +9,6 @@ wait forever, so all of them raise the same error.
 
 from __future__ import annotations
 
-import json
 import pickle
 import sys
 import warnings
@@ -394,14 +393,14 @@ def join(device: int = -1) -> int:
 def _round(process_set: ProcessSet, waits: str | None) -> None:
     """Run the operations that all ranks have submitted. `waits` is the one that this rank waits for; None in join()."""
     pending = process_set.pending
-    mine = json.dumps([waits, {name: one.request() for name, one in pending.items()}], default=float)
+    mine = waits, {name: one.request() for name, one in pending.items()}
     try:
-        texts = concat([mine], group=process_set.group)
+        every = _gathered(mine, process_set)
     except RankError as error:
         what = "is in join()" if waits is None else f"waits for {waits!r}"
         error.add_note(f"This rank {what}: concat() compares what the ranks have submitted to hpcdist.horovod.")
         raise
-    told = dict(zip(process_set.ranks, map(json.loads, texts), strict=True))
+    told = dict(zip(process_set.ranks, every, strict=True))
     process_set.joined |= {r: None for r, (name, _) in told.items() if not name}
     names = dict.fromkeys(name for _, calls in told.values() for name in calls)
     lacking = {name: [r for r, (waits, calls) in told.items() if waits and name not in calls] for name in names}
@@ -717,7 +716,11 @@ def _of_root(value: Any, root_rank: int, process_set: ProcessSet) -> Any:
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Return the objects of all ranks on every rank, by pickle. `name` is not used."""
     barrier(process_set)
-    return list(map(pickle.loads, concat([pickle.dumps(obj)], group=process_set.group)))
+    return _gathered(obj, process_set)
+
+
+def _gathered(value: Any, process_set: ProcessSet) -> list[Any]:
+    return list(map(pickle.loads, concat([pickle.dumps(value)], group=process_set.group)))
 
 
 def broadcast_object(

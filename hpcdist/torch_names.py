@@ -54,11 +54,12 @@ def _name(path: str, use: str, without: str, default: Any = None) -> Any:
     return default if value is None else value
 
 
-def _attribute(path: str, use: str, without: str, default: Any = None) -> Callable[[Any], Any]:
-    """Enter an attribute of objects in the table; return a function that reads it, or returns `default`."""
+def _attribute(path: str, use: str, without: str, default: Any = None, *thing: Any) -> Callable[..., Any]:
+    """Enter an attribute of objects in the table; return a function that reads it, of `thing` if that is given, or
+    returns `default`."""
     NAMES.append(Name(path, use, without))
     attribute = path.replace(":", ".").rpartition(".")[2]
-    return lambda thing: getattr(thing, attribute, default)
+    return partial(getattr, *thing, attribute, default) if thing else lambda x: getattr(x, attribute, default)
 
 
 def need(name: str, feature: str) -> Exception:
@@ -176,13 +177,11 @@ has_internal_overlap = _name(
     "such an output of torch's collectives over backend mpi is not refused",
     lambda x: 0,
 )
-forward_level = partial(
-    _attribute(
-        "torch.autograd.forward_ad:_current_level",
-        "whether forward-mode gradients are in use, without a call of torch",
-        "calls are some microseconds slower, since each tensor is looked at",
-        0,
-    ),
+forward_level = _attribute(
+    "torch.autograd.forward_ad:_current_level",
+    "whether forward-mode gradients are in use, without a call of torch",
+    "calls are some microseconds slower, since each tensor is looked at",
+    0,
     forward_ad,
 )
 """Return the level of forward-mode gradients; below 0 there are none."""

@@ -1,17 +1,18 @@
 """Compare the calls of the ranks of a process group, in each collective before its data move.
 
 MPI does not look: a longer message than expected may be written beyond the tensor, a shorter one leaves its end as it
-was, and different collectives wait for each other. So each collective begins with one Allgather, of three numbers and
-small data:
+was, and different collectives wait for each other. So each collective begins as a verb does, with one Allgather of
+headers and small data: see :mod:`hpcdist.validation.collective`. The header of such a call has
 
-- a digest of what must be the same on all ranks: call, dtype, root, operation, and the sizes that all ranks know;
-- the balance of what only pairs of ranks know: each rank adds ``key(me, dest) * elements`` for each message that it
-  sends, and subtracts ``key(source, me) * elements`` for each one that it expects. If all pairs agree, the balances of
-  all ranks add up to 0 modulo 2^64. The keys are pseudo-random and odd: else they do so once in some 2^60 calls;
-- the bytes of its data that follow, LARGE if they do not fit, or REFUSED if it has an argument that cannot be sent.
+- digests of what must be the same on all ranks: call, dtype, root, operation, and the sizes that all ranks know;
+- in place of an extent, the balance of what only pairs of ranks know: each rank adds ``key(me, dest) * elements`` for
+  each message that it sends, and subtracts ``key(source, me) * elements`` for each one that it expects. If all pairs
+  agree, the balances of all ranks add up to 0 modulo 2^64. The keys are pseudo-random and odd: else they do so once in
+  some 2^60 calls;
+- whether it has an argument that cannot be sent.
 
-All ranks have the same numbers, so all find the same. If the data of all ranks fit, they have arrived, and nothing else
-is sent. Only if the ranks differ, they exchange descriptions of their calls.
+If the data of all ranks fit, they have arrived, and nothing else is sent. Only if the ranks differ, they exchange
+descriptions of their calls.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from hashlib import blake2b
 from itertools import zip_longest
-from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from mpi4py import MPI
 from torch import Tensor, dtype
 
 from hpcdist import activity
 from hpcdist.activity import callsite
 from hpcdist.backend.host_copies import UnusableError, address
+from hpcdist.comm.team import HEADER
 from hpcdist.control import objects
 from hpcdist.errors import SHOWN, RankError, coded, listed
 from hpcdist.layout import limits
 from hpcdist.process import abort
+from hpcdist.tensors.accelerator import MemoryKind
+from hpcdist.validation import collective
 
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
@@ -44,9 +45,7 @@ Counts = Mapping[int, int]  # elements by rank
 Chunks = Sequence[memoryview]  # the data that came behind the header of each rank
 
 _NONE: Counts = {}
-_HEADER = Struct("<QQq8x")  # digest, balance, bytes of data; data of any dtype are aligned behind it
 _RANGE = 2**64
-LARGE, REFUSED = -1, -2
 
 
 class Call(NamedTuple):
@@ -115,41 +114,27 @@ def checked(team: Team, call: Call, step: Callable[..., None], *args: Any) -> No
 def _compare(team: Team, call: Call, data: Sequence[Tensor] | None) -> Chunks | None:
     """Compare the calls of all ranks; return the data of all ranks, if they came along."""
     verb, sizes, rest, sends, recvs, problem = call
-    digest, balance, size = _digest(verb, sizes, rest), 0, team.size
+    balance = 0
     if sends or recvs:
-        to, of = _keys(team.rank, size)
+        to, of = _keys(team.rank, team.size)
         balance = sum([to[rank] * count for rank, count in sends.items()])
         balance -= sum([of[rank] * count for rank, count in recvs.items()])
+        balance = (balance + _RANGE // 2) % _RANGE - _RANGE // 2  # as an integer with a sign
     behind = [] if data is None else [address(x) for x in data]
-    nbytes = REFUSED if problem else LARGE if data is None else sum(map(len, behind))
-    stride, unpack = _messages(size)
-    own = b"".join((_HEADER.pack(digest, balance % _RANGE, nbytes), *behind)).ljust(stride, b"\0")
-    found = bytearray(stride * size)
-    team.comm.Allgather([own, MPI.BYTE], [found, stride, MPI.BYTE])
-    numbers = unpack(found)
-    if numbers[::3] != (digest,) * size or sum(numbers[1::3]) % _RANGE or min(numbers[2::3]) == REFUSED:
+    nbytes = -1 if data is None else sum(map(len, behind))
+    facts = balance, -1, MemoryKind.CPU, False, problem is not None, nbytes, 0, 0
+    agreed = collective.agree(team, collective.HEADER_OF(collective.digests((verb, rest), sizes), *facts), behind)
+    if agreed is None:
         _raise_difference(team, call)
-    if min(numbers[2::3]) == LARGE:
+    if not agreed.inline:
         return None
-    whole = memoryview(found)
-    return [whole[at + _HEADER.size : at + stride] for at in range(0, stride * size, stride)]
-
-
-@lru_cache(maxsize=64)
-def _messages(size: int) -> tuple[int, Callable[[Any], tuple[int, ...]]]:
-    """Return the bytes of a rank's message in a team of some size, and what returns the numbers of all messages."""
-    room = capacity(size)
-    return _HEADER.size + room, Struct("<" + f"QQq{8 + room}x" * size).unpack
+    whole, room = memoryview(team.headers.all), team.inline
+    return [whole[start : start + room] for start in team.headers.starts]
 
 
 def capacity(size: int) -> int:
     """Return how many bytes of a rank's data fit behind its header, in a team of `size` ranks."""
-    return max(0, min(limits.INLINE, limits.SHORT // size - _HEADER.size)) // 16 * 16
-
-
-@lru_cache(maxsize=1024)  # a program repeats its calls
-def _digest(verb: str, sizes: Sizes, rest: tuple[Any, ...]) -> int:
-    return int.from_bytes(blake2b(repr((verb, sizes, rest)).encode(), digest_size=8).digest(), "little")
+    return max(0, min(limits.INLINE, limits.SHORT // size - HEADER)) // 16 * 16
 
 
 @lru_cache(maxsize=64)

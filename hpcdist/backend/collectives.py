@@ -21,7 +21,7 @@ from mpi4py import MPI
 from torch import Tensor, split
 
 from hpcdist import activity, layout
-from hpcdist.backend.agreement import Chunks, Counts, Step, capacity
+from hpcdist.backend.agreement import Chunks, Counts, Step
 from hpcdist.backend.host_copies import (
     address,
     bytes_of,
@@ -63,7 +63,7 @@ def _small(team: Team, *tensors: Tensor) -> list[Tensor] | None:
     for x in tensors:
         if x.nbytes != nbytes or not x.is_cpu:
             return None
-    return None if nbytes * len(tensors) > capacity(team.size) else [x if is_plain(x) else readable(x) for x in tensors]
+    return None if nbytes * len(tensors) > team.inline else [x if is_plain(x) else readable(x) for x in tensors]
 
 
 def _write(out: Tensor, data: Any) -> None:

@@ -107,6 +107,7 @@ class Operations:
 
     def _start(self, team: Team, timeout: timedelta | None) -> None:
         self._team = team
+        team.inline = agreement.capacity(team.size)
         self._most_tag = int(team.comm.Get_attr(MPI.TAG_UB) or 32767)
         self._set_default_timeout(timeout)
         _open.add(team)
@@ -539,16 +540,10 @@ class MpiProcessGroup(Operations, dist.ProcessGroup):
         self._backend_name = name
         self._group_name = self._group_desc = ""
 
-    def rank(self) -> int:
-        return self._team.rank
-
-    def size(self) -> int:
-        return self._team.size
-
     def name(self) -> str:
         return self._backend_name
 
-    getRank, getSize, getBackendName, _get_backend_name = rank, size, name, name  # noqa: N815
+    getBackendName = _get_backend_name = name  # noqa: N815
 
     # torch.distributed names a group, but the base class keeps the name in its backends only.
 

@@ -34,8 +34,10 @@ LEAVE = "finalize"  # the verb of a rank that makes no more calls
 # 1 if a gradient is needed; 1 if this rank has a problem; bytes of data behind the header, or -1; the number of earlier
 # calls of the other kind (with or without async_op): ranks that differ in async_op must not match different calls;
 # number of the call that this rank repeats, or 0: see hpcdist/collectives/kept.py.
-_HEADER = struct.Struct("<24sqqBBB3xhqq")
-assert _HEADER.size == HEADER
+_FORMAT = struct.Struct("<24sqqBBB3xhqq")
+assert _FORMAT.size == HEADER
+HEADER_OF = _FORMAT.pack
+BALANCED = -2  # in place of a root: the extents of all ranks must add up to 0 modulo 2^64
 _NONE = bytes(8)
 _MAX_SLEEP = 1e-3  # seconds
 _EARLIER = "the number of earlier calls {} async_op, which must agree,"
@@ -115,16 +117,16 @@ def exchange(team: Team, call: Call, exchanged: bool = False) -> Agreed:
     Raises:
         RankError: on every rank, if the calls differ or a rank has a problem; the team remains usable.
     """
-    buffers = team.headers
+    header: bytes | None = None
+    data: list[Any] = []
     if not exchanged:
-        data: list[Any] = []
         for part in call.inline or ():
-            data.append(part if isinstance(part, bytes) else buffers.memory(part.data_ptr(), part.nbytes))
+            data.append(part if isinstance(part, bytes) else team.headers.memory(part.data_ptr(), part.nbytes))
         nbytes = sum(map(len, data))
         if call.inline is None or nbytes > team.inline:
             data, nbytes = [], -1
-        header = _HEADER.pack(
-            _digests((call.verb, call.route, call.dim_arg, call.root, *call.options), call.tensor, call.counts),
+        header = HEADER_OF(
+            digests((call.verb, call.route, call.dim_arg, call.root, *call.options), call.tensor, call.counts),
             call.extent,
             call.out_extent,
             call.kind,
@@ -134,16 +136,32 @@ def exchange(team: Team, call: Call, exchanged: bool = False) -> Agreed:
             0 if call.verb == LEAVE else team.calls[team.foreground is team],
             0,
         )
-        buffers.own = b"".join((header, *data)).ljust(len(buffers.own), b"\0")
-        allgather(team, buffers.own)
-    headers = buffers.headers(buffers.all)
-    if headers != buffers.last:  # programs repeat their calls: no need to compare the headers again
-        buffers.last, buffers.agreed = headers, _compare(headers, call.root)
-    agreed: Agreed | None = buffers.agreed
+    agreed = agree(team, header, data, call.root)
     if not (agreed and agreed.inline):  # else the data have arrived, too
         activity.touch()
     if agreed is None:
         raise RankError(*_explain(team, call))
+    return agreed
+
+
+def agree(team: Team, header: bytes | None, data: Sequence[Any], root: int = BALANCED) -> Agreed | None:
+    """Exchange the headers of all ranks and data behind them; return what they agree on, None if they differ.
+
+    Collective; one small Allgather.
+
+    Args:
+        header: what HEADER_OF() returns; None if the headers have been exchanged.
+        data: bytes, or the memory of tensors.
+        root: of the call, if it has one.
+    """
+    buffers = team.headers
+    if header is not None:
+        buffers.own = b"".join((header, *data)).ljust(len(buffers.own), b"\0")
+        allgather(team, buffers.own)
+    headers = buffers.headers(buffers.all)
+    if headers != buffers.last:  # programs repeat their calls: no need to compare the headers again
+        buffers.last, buffers.agreed = headers, _compare(headers, root)
+    agreed: Agreed | None = buffers.agreed
     return agreed
 
 
@@ -192,10 +210,12 @@ def check_out(
 def _compare(headers: tuple[bytes, ...], root: int) -> Agreed | None:
     """Return the agreed values of the headers of a call from or to `root`; None if they disagree."""
     digests, extents, out_extents, kinds, grads, problems, inlines, calls, _ = zip(
-        *map(_HEADER.unpack, headers), strict=True
+        *map(_FORMAT.unpack, headers), strict=True
     )
     parts = [{digest[at : at + 8] for digest in digests} - {_NONE} for at in (0, 8, 16)]
     if any(problems) or max(map(len, (*parts, set(calls)))) > 1:
+        return None
+    if root == BALANCED and sum(extents) % 2**64:
         return None
     if max(kinds) > MemoryKind.GPU:
         on_gpu = (MemoryKind.GPU, MemoryKind.FOLLOWS if kinds[root] == MemoryKind.GPU else MemoryKind.GPU)
@@ -215,7 +235,7 @@ def _poll(request: MPI.Request) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _digests(*parts: object) -> bytes:
+def digests(*parts: object) -> bytes:
     """Return 8 bytes for each part, zero for None."""
     return b"".join(_NONE if p is None else blake2b(repr(p).encode(), digest_size=8).digest() for p in parts)
 
