@@ -99,7 +99,7 @@ class ProcessSet:
     def _reset(self, process_set_id: int | None = None) -> None:
         self.process_set_id = process_set_id  # from init() or add_process_set(), until remove_process_set()
         self.group: dist.ProcessGroup | None = None  # None: all ranks
-        self.pending: dict[str, Operation] = {}  # submitted by this rank, and not run yet
+        self.pending: dict[str, Submission] = {}  # submitted by this rank, and not run yet
         self.submitted: Counter[str] = Counter()  # without a name, by kind
         self.joined: dict[int, None] = {}  # ranks that have called join(), in this order
 
@@ -223,7 +223,7 @@ class Compression:
 
 
 @dataclass(eq=False)
-class Operation(Future[Any]):
+class Submission(Future[Any]):
     """An operation that this rank submits, and its handle. Raises a ValueError if it cannot run."""
 
     kind: str  # such as "allreduce"
@@ -351,11 +351,11 @@ def _scaled(x: Tensor, factor: float) -> Tensor:
     return x * factor if x.is_floating_point() or x.is_complex() else (x.double() * factor).to(x.dtype)
 
 
-def synchronize(handle: Operation) -> Any:
+def synchronize(handle: Submission) -> Any:
     """Wait for an operation, and return its result: a tensor, or a list. Collective over its process set, where other
     ranks may wait for other operations. Raises a RankError on every rank if their calls differ, or if they wait for
     operations that others have not submitted."""
-    if not isinstance(handle, Operation):
+    if not isinstance(handle, Submission):
         raise _wrong(f"expected a handle, which the forms with 'async' return, got {type(handle).__name__}")
     while not handle.done():
         if handle.process_set.pending.get(str(handle.name)) is not handle:
@@ -364,10 +364,10 @@ def synchronize(handle: Operation) -> Any:
     return handle.result()
 
 
-def poll(handle: Operation) -> bool:
+def poll(handle: Submission) -> bool:
     """Return whether an operation is done. The first poll of it only looks; a later one does what synchronize() does,
     since nothing runs in the background."""
-    if not isinstance(handle, Operation) or (handle.polled and not handle.done()):
+    if not isinstance(handle, Submission) or (handle.polled and not handle.done()):
         synchronize(handle)
     handle.polled = True
     return handle.done()
@@ -375,7 +375,7 @@ def poll(handle: Operation) -> bool:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait for all ranks of a process set. Operations that all of them have submitted run first."""
-    synchronize(Operation("barrier", [], process_set=process_set))
+    synchronize(Submission("barrier", [], process_set=process_set))
 
 
 def join(device: int = -1) -> int:
@@ -426,7 +426,7 @@ def _round(process_set: ProcessSet, waits: str | None) -> None:
                     one.set_exception(error)
 
 
-def _agree(process_set: ProcessSet, name: str, requests: dict[int, Any]) -> Operation | None:
+def _agree(process_set: ProcessSet, name: str, requests: dict[int, Any]) -> Submission | None:
     """Take an operation from the queue. Returns it, or zeros in join(); None if the ranks' requests do not agree, which
     is the operation's error."""
     first = next(filter(None, requests.values()))
@@ -439,7 +439,7 @@ def _agree(process_set: ProcessSet, name: str, requests: dict[int, Any]) -> Oper
             problems[r] = coded("HD301", "it is in join(), which allows allreduce (Sum, Average) and barrier only")
     if name not in process_set.pending and not problems:
         zeros = [torch.zeros(shape, dtype=getattr(torch, d), device=device) for d, device, *shape in first["tensors"]]
-        Operation(given=zeros, name=name, process_set=process_set, **{key: first[key] for key in _SAME})
+        Submission(given=zeros, name=name, process_set=process_set, **{key: first[key] for key in _SAME})
     one = process_set.pending.pop(name, None)
     if one is not None:
         one.rows = [(request or first)["rows"] for request in requests.values()]
@@ -463,7 +463,7 @@ _ARGUMENTS = {
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kind: str, fields: Any, *tensors: Tensor) -> Any:
-        ctx.operation = Operation(kind, tensors, **fields)
+        ctx.operation = Submission(kind, tensors, **fields)
         outputs = synchronize(ctx.operation)
         ctx.operation.given = ctx.operation._result = None  # else the result would keep itself alive
         return tuple(outputs)
@@ -473,7 +473,7 @@ class _Function(torch.autograd.Function):
         return None, None, *_gradients(ctx.operation, [grad.contiguous() for grad in grads])
 
 
-def _gradients(operation: Operation, grads: list[Tensor]) -> Any:
+def _gradients(operation: Submission, grads: list[Tensor]) -> Any:
     """Return the gradients of the tensors of an operation, from those of its results."""
     everyone, factors = operation.process_set, (operation.prescale_factor, operation.postscale_factor)
     me = everyone.rank() or 0
@@ -526,7 +526,7 @@ def _form(kind: str, suffix: str) -> Callable[..., Any]:
         if not suffix and torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in xs):
             result = _Function.apply(kind, fields, *xs)  # type: ignore[no-untyped-call]
             return list(result) if isinstance(given, (list, tuple)) else result[0]
-        handle = Operation(kind, given, suffix.endswith("_"), **fields)
+        handle = Submission(kind, given, suffix.endswith("_"), **fields)
         return handle if "async" in suffix else synchronize(handle)
 
     form.__name__ = form.__qualname__ = kind + suffix
@@ -578,7 +578,7 @@ class _Distributed(torch.optim.Optimizer):
     process_set: ProcessSet
     backward_passes_per_step: int
     _parameter_names: dict[Tensor, str]
-    _fields: dict[str, Any]  # of each Operation
+    _fields: dict[str, Any]  # of each Submission
     _passes: Counter[Tensor]  # backward passes since the last synchronize(), by parameter
     _sparse_as_dense = _synchronized = _skips = False
 
@@ -609,7 +609,7 @@ class _Distributed(torch.optim.Optimizer):
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         if p.grad.is_sparse and not self._sparse_as_dense:
             return sparse_allreduce_async(p.grad, name, self._fields["op"], self.process_set)
-        return partial(synchronize, Operation("allreduce", p.grad.to_dense(), True, name, **self._fields))
+        return partial(synchronize, Submission("allreduce", p.grad.to_dense(), True, name, **self._fields))
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:

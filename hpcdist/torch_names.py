@@ -313,3 +313,14 @@ NAMES.append(Name(_NAME_GROUPS, *NAMES[-2][1:]))
 def groups() -> list[Any]:
     """Return the groups of torch that this process is in."""
     return list(_find(_NAME_GROUPS) or ())
+
+
+# The methods of a process group in Python by their names until torch 2.12, which the dispatcher's operations have.
+OLDER_METHODS = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+    "recv_anysource": "recv_any_source",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}

@@ -48,7 +48,7 @@ _NONE: Counts = {}
 _RANGE = 2**64
 
 
-class Call(NamedTuple):
+class GroupCall(NamedTuple):
     """One rank's call.
 
     Attributes:
@@ -90,7 +90,7 @@ def sizes(*tensors: Tensor) -> Sizes:
     return tuple([(x.numel(), x.dtype) for x in tensors])
 
 
-def checked(team: Team, call: Call, step: Callable[..., None], *args: Any) -> None:
+def checked(team: Team, call: GroupCall, step: Callable[..., None], *args: Any) -> None:
     """Run the step of a call, if all ranks make the same call. Another error on this rank alone ends the job.
 
     Raises:
@@ -111,7 +111,7 @@ def checked(team: Team, call: Call, step: Callable[..., None], *args: Any) -> No
         raise
 
 
-def _compare(team: Team, call: Call, data: Sequence[Tensor] | None) -> Chunks | None:
+def _compare(team: Team, call: GroupCall, data: Sequence[Tensor] | None) -> Chunks | None:
     """Compare the calls of all ranks; return the data of all ranks, if they came along."""
     verb, sizes, rest, sends, recvs, problem = call
     balance = 0
@@ -173,7 +173,7 @@ class ArgumentsError(RankError, ValueError):
     """Wrong arguments on some ranks: a ValueError as well, as from torch's own backends."""
 
 
-def _raise_difference(team: Team, call: Call) -> NoReturn:
+def _raise_difference(team: Team, call: GroupCall) -> NoReturn:
     """Raise the same RankError on every rank."""
     parts = [f"{count} x {kind}" for count, kind in call.sizes]
     parts += [f"root {value}" if isinstance(value, int) else str(value) for value in call.rest]

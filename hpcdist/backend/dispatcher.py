@@ -16,14 +16,6 @@ from hpcdist import torch_names
 from hpcdist.backend.works import Finished
 from hpcdist.tensors.storage import tensors_in
 
-_NAMES = {  # of the dispatcher's operations, where those of the methods are others
-    "all_gather_single": "_allgather_base",
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
-    "all_to_all_single": "alltoall_base",
-    "recv_anysource": "recv_any_source",
-    "reduce_scatter_single": "_reduce_scatter_base",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-}
 _NESTED = ("allgather_", "allgather_coalesced_", "gather_")  # the dispatcher does not look into their lists of results
 _LAZY = ("Conjugate", "Negative")
 _libraries: list[torch.library.Library] = []  # their kernels end with them
@@ -31,7 +23,8 @@ _libraries: list[torch.library.Library] = []  # their kernels end with them
 
 def _operations(kind: type) -> dict[str, str]:
     """Return the name of the dispatcher's operation of each method of a class."""
-    found = {name: _NAMES.get(name, name) for name, it in vars(kind).items() if isinstance(it, FunctionType)}
+    older = torch_names.OLDER_METHODS
+    found = {name: older.get(name, name) for name, it in vars(kind).items() if isinstance(it, FunctionType)}
     called = {name: [each for each in (f"{one}_", one) if hasattr(torch.ops.c10d, each)] for name, one in found.items()}
     return {name: known[0] for name, known in called.items() if known}
 

@@ -24,7 +24,7 @@ from torch.distributed import BarrierOptions
 
 from hpcdist import activity, torch_names
 from hpcdist.backend import agreement, collectives
-from hpcdist.backend.agreement import Call, Counts, sizes
+from hpcdist.backend.agreement import Counts, GroupCall, sizes
 from hpcdist.backend.dispatcher import give_lazy_tensors, observed
 from hpcdist.backend.host_copies import gpu_events, share_memory
 from hpcdist.backend.reductions import Reduction, reduction
@@ -65,7 +65,7 @@ def _agreed(verb: str) -> Callable[[Callable[..., dist.Work]], Callable[..., dis
             except (TypeError, ValueError) as error:
                 if self._calls != calls or self._team.size == 1:  # the ranks have compared their calls, or need not
                     raise
-                call = Call(verb, problem=described(error, "HD701").removeprefix(f"{verb}: "))
+                call = GroupCall(verb, problem=described(error, "HD701").removeprefix(f"{verb}: "))
             opts = next((x for x in (*args, *options.values()) if hasattr(x, "asyncOp")), None)
             return self._run(call, opts, [], collectives.barrier)
 
@@ -90,7 +90,7 @@ def _blocks(name: str, single: bool = False, reduces: bool = False) -> Callable[
         for one in pairs:
             _check_multiple(verb, *one, self._team.size)
         ops = [_op(opts, x) for _, x in pairs] if reduces else []
-        call = Call(verb, sizes(*[x for x, _ in pairs]), (ops[0].name,) if ops else ())
+        call = GroupCall(verb, sizes(*[x for x, _ in pairs]), (ops[0].name,) if ops else ())
         if single:
             return self._run(call, opts, output, step, output, input, *ops)
         return self._run(call, opts, output, _each, step, output, input, *([ops] if reduces else []))
@@ -140,7 +140,7 @@ class Operations:
         return None  # all ranks count from 0
 
     def _run(
-        self, call: Call, opts: Any, tensors: Any, step: Callable[..., None], *args: Any, writes: bool = True
+        self, call: GroupCall, opts: Any, tensors: Any, step: Callable[..., None], *args: Any, writes: bool = True
     ) -> dist.Work:
         """Run a collective, now or in its turn.
 
@@ -195,7 +195,7 @@ class Operations:
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         x, root = _single(tensors), 0 if opts is None else opts.rootRank
         _check_rank("broadcast", root, self._team.size)
-        call, writes = Call("broadcast", sizes(x), (root,)), self._team.rank != root
+        call, writes = GroupCall("broadcast", sizes(x), (root,)), self._team.rank != root
         return self._run(call, opts, tensors, collectives.broadcast, x, root, writes=writes)
 
     @_agreed("all_reduce")
@@ -204,17 +204,17 @@ class Operations:
             if opts is not None and opts.reduceOp != _SUM:
                 raise _refusal("all_reduce", f"sparse tensors can be summed only, got {opts.reduceOp}", "HD202")
             x = tensors[0]
-            call = Call("all_reduce", sizes(x), (f"sparse SUM of {x.sparse_dim()} dims",))
+            call = GroupCall("all_reduce", sizes(x), (f"sparse SUM of {x.sparse_dim()} dims",))
             return self._run(call, opts, tensors, collectives.sparse_all_reduce, x)
         x = _single(tensors)
         op = _op(opts, x)
-        return self._run(Call("all_reduce", sizes(x), (op.name,)), opts, tensors, collectives.all_reduce, x, op)
+        return self._run(GroupCall("all_reduce", sizes(x), (op.name,)), opts, tensors, collectives.all_reduce, x, op)
 
     @_agreed("all_reduce_coalesced")
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         _check_alike("all_reduce_coalesced", tensors)
         op = _op(opts, tensors[0])
-        call = Call("all_reduce_coalesced", sizes(*tensors), (op.name,))
+        call = GroupCall("all_reduce_coalesced", sizes(*tensors), (op.name,))
         return self._run(call, opts, tensors, collectives.coalesced, tensors, op)
 
     @_agreed("reduce")
@@ -222,7 +222,7 @@ class Operations:
         x, root = _single(tensors), opts.rootRank
         _check_rank("reduce", root, self._team.size)
         op = _op(opts, x)
-        call, writes = Call("reduce", sizes(x), (op.name, root)), self._team.rank == root
+        call, writes = GroupCall("reduce", sizes(x), (op.name, root)), self._team.rank == root
         return self._run(call, opts, tensors, collectives.reduce, x, op, root, writes=writes)
 
     @_agreed("all_gather")
@@ -238,15 +238,15 @@ class Operations:
         """Gather each input of all ranks into a list of outputs."""
         for outs, x in zip(outputs, inputs, strict=True):
             _check_gathered(verb, outs, x, self._team)
-        call = Call(verb, sizes(*chain.from_iterable(outputs)))
+        call = GroupCall(verb, sizes(*chain.from_iterable(outputs)))
         if len(inputs) == 1:
             return self._run(call, opts, outputs, collectives.all_gather, outputs[0], inputs[0])
         return self._run(call, opts, outputs, _each, collectives.all_gather, outputs, inputs)
 
-    all_gather_single = _allgather_base = _blocks("all_gather_single", single=True)
-    all_gather_single_coalesced = allgather_into_tensor_coalesced = _blocks("all_gather_single")
-    reduce_scatter_single = _reduce_scatter_base = _blocks("reduce_scatter_single", single=True, reduces=True)
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _blocks("reduce_scatter_single", reduces=True)
+    all_gather_single = _blocks("all_gather_single", single=True)
+    all_gather_single_coalesced = _blocks("all_gather_single")
+    reduce_scatter_single = _blocks("reduce_scatter_single", single=True, reduces=True)
+    reduce_scatter_single_coalesced = _blocks("reduce_scatter_single", reduces=True)
 
     @_agreed("gather")
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
@@ -265,7 +265,7 @@ class Operations:
             _check_gathered(verb, lists[0], x, team)
             here = dict(enumerate(lists[0]))
         sends, recvs = (there, here) if verb == "gather" else (here, there)
-        call = Call(verb, (), (x.dtype, root), _counts(sends), _counts(recvs))
+        call = GroupCall(verb, (), (x.dtype, root), _counts(sends), _counts(recvs))
         step = collectives.gather if verb == "gather" else collectives.exchange
         return self._run(call, opts, result, step, sends, recvs)
 
@@ -274,7 +274,7 @@ class Operations:
         out, xs = outputs[0], inputs[0]
         _check_gathered("reduce_scatter", xs, out, self._team)
         op = _op(opts, out)
-        call = Call("reduce_scatter", sizes(*xs), (op.name,))
+        call = GroupCall("reduce_scatter", sizes(*xs), (op.name,))
         return self._run(call, opts, outputs, collectives.reduce_scatter, out, xs, op)
 
     @_agreed("all_to_all")
@@ -284,7 +284,7 @@ class Operations:
         _check_gathered("all_to_all", outputs, inputs[self._team.rank], self._team)
         _check_alike("all_to_all", [*outputs, *inputs])
         sends, recvs = dict(enumerate(inputs)), dict(enumerate(outputs))
-        call = Call("all_to_all", (), (inputs[0].dtype,), _counts(sends), _counts(recvs))
+        call = GroupCall("all_to_all", (), (inputs[0].dtype,), _counts(sends), _counts(recvs))
         return self._run(call, opts, outputs, collectives.exchange, sends, recvs)
 
     @_agreed("all_to_all_single")
@@ -294,13 +294,11 @@ class Operations:
         _check_alike("all_to_all_single", [output, input])
         recvs = _rows("output", output, output_splits, self._team.size)
         sends = _rows("input", input, input_splits, self._team.size)
-        call = Call("all_to_all_single", (), (input.dtype,), sends, recvs)
+        call = GroupCall("all_to_all_single", (), (input.dtype,), sends, recvs)
         return self._run(call, opts, output, collectives.all_to_all_single, output, input, recvs, sends)
 
-    alltoall_base = all_to_all_single
-
     def barrier(self, opts: Any = None) -> dist.Work:
-        return self._run(Call("barrier"), opts, [], collectives.barrier)
+        return self._run(GroupCall("barrier"), opts, [], collectives.barrier)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks. After `timeout` the job ends, with a table that names the ranks that are missing.
@@ -311,7 +309,7 @@ class Operations:
         """
         opts = BarrierOptions()
         opts.asyncOp, opts.timeout = False, getattr(timeout, "timeout", timeout) or _NOTHING
-        self._run(Call("monitored_barrier"), opts, [], collectives.barrier)
+        self._run(GroupCall("monitored_barrier"), opts, [], collectives.barrier)
 
     def send(self, tensors: Tensors, dest: int, tag: int = 0) -> dist.Work:
         return send(self._team, self._message("send", tensors, dest, tag), dest, tag, self._limit)
@@ -332,6 +330,10 @@ class Operations:
         if (reason := problem(x)) is not None:
             raise _refusal(verb, f"the tensor {reason}", "HD202")
         return x
+
+
+for _name, _older in torch_names.OLDER_METHODS.items():
+    setattr(Operations, _older, vars(Operations)[_name])
 
 
 def _refusal(verb: str, text: str, code: str = "HD701", kind: type[ValueError] = ValueError) -> Exception:

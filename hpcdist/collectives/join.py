@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpcdist import layout
 from hpcdist.collectives import results
-from hpcdist.collectives.kept import Parts
+from hpcdist.collectives.kept import Movement
 from hpcdist.collectives.run import Plannable, run
 from hpcdist.collectives.structures import Joining, JoinStructures
 from hpcdist.comm.team import Team
@@ -191,7 +191,7 @@ class Join(Joining, Plannable):
         dests = [whole if call.root in (-1, rank) else None for rank in range(team.size)]
         recvs = list(enumerate(sources)) if dests[team.rank] is not None else []
         self.messages = "gatherv" if self.rooted else "allgatherv", Vector(cut.counts, cut.displs, max(0, call.root))
-        self.bind(team, call, agreed, Parts(cut.shape, cut.dtype, sources, dests, recvs))
+        self.bind(team, call, agreed, Movement(cut.shape, cut.dtype, sources, dests, recvs))
 
     def in_window(self, team: Team) -> Tensor | None:
         from hpcdist.routes import node_copy  # which imports MPI

@@ -23,7 +23,7 @@ BEHIND_HEADERS = Method("behind the headers by which the ranks agree", "the data
 _SPARE = 2**12  # bytes of a result; larger ones are not allocated in advance
 
 
-class Parts(NamedTuple):
+class Movement(NamedTuple):
     """What moves in a planned operation: the parts of one tensor, in rank order.
 
     Attributes:
@@ -71,7 +71,7 @@ class Kept:
         calls: calls of the other kind (with or without async_op) that the team had made.
     """
 
-    def __init__(self, team: Team, x: Tensor | None, behind: int, parts: Parts | None, prefix: int) -> None:
+    def __init__(self, team: Team, x: Tensor | None, behind: int, parts: Movement | None, prefix: int) -> None:
         buffers = self._buffers = team.headers
         team.planned += 1
         number = team.planned.to_bytes(8, "little")
@@ -100,7 +100,7 @@ class Kept:
             places.append(slice(begin, begin + itemsize * prod(box.shape)))
         self._pick = itemgetter(*places, slice(0))  # a tuple, whatever their number
 
-    def _cut(self, parts: Parts, prefix: int) -> list[tuple[Tensor, tuple[slice, ...]]]:
+    def _cut(self, parts: Movement, prefix: int) -> list[tuple[Tensor, tuple[slice, ...]]]:
         """Return views of the data behind the headers, and where each goes in the result."""
         assert self._box is not None
         messages, pieces = torch.frombuffer(self._buffers.all, dtype=torch.uint8), []

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpcdist import layout as layouts
 from hpcdist.collectives import results
-from hpcdist.collectives.kept import Parts, encode, prefix_of
+from hpcdist.collectives.kept import Movement, encode, prefix_of
 from hpcdist.collectives.run import Plannable, run
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
@@ -137,7 +137,7 @@ class Redistribute(Plannable):
         moves = self.moves
         outs = {rank: tuple(row[1 + ndim : 1 + 2 * ndim]) for rank, row in enumerate(rows) if row[0]}
         collective.check_out(self.name, outs, [box.shape for box in moves.boxes], agreed.grad, "shape {}")
-        parts = Parts(moves.shape, x.dtype, moves.held, moves.boxes, moves.recvs)
+        parts = Movement(moves.shape, x.dtype, moves.held, moves.boxes, moves.recvs)
         self.bind(team, call, agreed, parts, prefix_of(1 + 2 * ndim))
 
     def method(self, team: Team) -> Method:

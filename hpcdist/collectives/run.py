@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hpcdist import activity, torch_names
 from hpcdist.activity import callsite
-from hpcdist.collectives.kept import Kept, Parts
+from hpcdist.collectives.kept import Kept, Movement
 from hpcdist.comm.team import Team
 from hpcdist.errors import HpcdistError, coded
 from hpcdist.process import abort
@@ -123,7 +123,7 @@ class Plannable(Operation):
     sent: Tensor | None
     dest: Tensor | None
     agreed: Agreed
-    parts: Parts
+    parts: Movement
 
     @abstractmethod
     def check(self, team: Team, call: Call) -> None:
@@ -179,7 +179,7 @@ class Plannable(Operation):
         own = x is not None and (x.dtype, x.shape, x.is_cpu or x.device)
         return given, own, out.dtype, out.shape, out.is_cpu or out.device
 
-    def bind(self, team: Team, call: Call, agreed: Agreed, parts: Parts, prefix: int = 0) -> None:
+    def bind(self, team: Team, call: Call, agreed: Agreed, parts: Movement, prefix: int = 0) -> None:
         """Take the tensors that forward() moves, and what of them moves, at the end of plan(); `prefix`: see Kept."""
         self.sent, self.dest, self.agreed, self.parts = call.x, call.out, agreed, parts
         self.sizes = [0 if box is None else parts.dtype.itemsize * prod(box.shape) for box in parts.dests]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpcdist import layout
 from hpcdist.collectives import results
-from hpcdist.collectives.kept import Parts, encode, prefix_of
+from hpcdist.collectives.kept import Movement, encode, prefix_of
 from hpcdist.collectives.run import Plannable, run
 from hpcdist.collectives.structures import Distribution
 from hpcdist.comm.team import Group, Team
@@ -161,7 +161,7 @@ class Scatter(Plannable):
         on_gpu = agreed.kinds[team.rank] == MemoryKind.GPU
         own = team.settings.device if on_gpu else torch.device("cpu")
         self._device = own if call.x is None else call.x.device
-        parts = Parts(cut.shape, cut.dtype, sources, dests, [(call.root, dests[team.rank])])
+        parts = Movement(cut.shape, cut.dtype, sources, dests, [(call.root, dests[team.rank])])
         self.messages = "scatterv", Vector(cut.counts, cut.displs, call.root)
         self.bind(team, call, agreed, parts, prefix_of(2 + len(cut.shape) + team.size))
 

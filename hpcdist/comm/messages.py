@@ -21,13 +21,12 @@ from hpcdist.layout import limits
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import of_bytes
 
-Message = tuple[int, Tensor]  # (a rank, the bytes to send to it or to receive from it)
 _HEAD = struct.Struct("<qqqq")  # the group's key, the tag, the message's number, the bytes of its content
 _NOT_YET = 0xFF  # each byte of a head that has not arrived: as a number of bytes it is invalid
 INLINE = 2**16  # bytes of content sent with the envelope at most: messages that wait for a receive take memory
 
 
-def start(comm: MPI.Intracomm, sends: list[Message], recvs: list[Message]) -> list[MPI.Request]:
+def start(comm: MPI.Intracomm, sends: list[tuple[int, Tensor]], recvs: list[tuple[int, Tensor]]) -> list[MPI.Request]:
     """Start to exchange messages. A pair of ranks may exchange several, which arrive in order."""
     # MPI keeps the order of messages between two ranks: pieces need no tags.
     requests = [comm.Irecv(piece, source) for source, block in recvs for piece in pieces(memory(block))]

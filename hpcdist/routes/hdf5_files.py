@@ -62,7 +62,7 @@ class _Hdf5(Route):
         return ()
 
 
-class Place(NamedTuple):
+class StagingPlace(NamedTuple):
     """A file for messages.
 
     Attributes:
@@ -76,7 +76,7 @@ class Place(NamedTuple):
     starts: list[int]
 
 
-def check_visible(place: Place) -> None:
+def check_visible(place: StagingPlace) -> None:
     """Check that this rank sees the file that another one has made, and may write to it.
 
     Raises:
@@ -109,7 +109,7 @@ class _File:
             and written data are synced to the disk, so that other ranks see them.
     """
 
-    def __init__(self, team: Team, place: Place) -> None:
+    def __init__(self, team: Team, place: StagingPlace) -> None:
         self.fd: int | None = None
         self.starts, self._team, self._place = place.starts, team, place
 
@@ -175,7 +175,7 @@ def _staged(team: Team, lengths: Ints) -> Iterator[_File]:
         yield file
 
 
-def _create(folder: str, lengths: Ints, cleanup: ExitStack) -> Place:
+def _create(folder: str, lengths: Ints, cleanup: ExitStack) -> StagingPlace:
     """Create a file in the staging folder for messages of these lengths, until `cleanup` ends.
 
     Raises:
@@ -196,7 +196,9 @@ def _create(folder: str, lengths: Ints, cleanup: ExitStack) -> Place:
         padded = [-(-n // page) * page for n in lengths]
         dataset = Dataset("messages", (sum(padded) + 2 * page,), torch.uint8)
         first = -(-(HDF5.create(Path(path), [dataset], {}).data[0] or 0) // page) * page
-        place = Place(path, first, os.urandom(16).hex(), [first + page + start for start in layout.displs(padded)])
+        place = StagingPlace(
+            path, first, os.urandom(16).hex(), [first + page + start for start in layout.displs(padded)]
+        )
         with open(path, "r+b") as file:  # a client of a shared file system sends what it has when it closes
             file.seek(first)
             file.write(bytes.fromhex(place.token))

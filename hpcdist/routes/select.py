@@ -71,7 +71,7 @@ def _select(verb: str, name: str, team: Team, gpu: list[bool]) -> tuple[Route, s
     if missing is not None:
         raise RankError(verb, dict.fromkeys(range(team.size), coded("HD207", missing)))
     if any(gpu) and not route.carries(team, gpu=True):
-        return Staged(route), why
+        return StagedRoute(route), why
     if not all(gpu) and not route.carries(team, gpu=False):
         text = f"the tensor is on the CPU, and route {name} moves GPU memory only; use route auto"
         raise RankError(verb, {rank: coded("HD207", text) for rank, on_gpu in enumerate(gpu) if not on_gpu})
@@ -85,7 +85,7 @@ def _select(verb: str, name: str, team: Team, gpu: list[bool]) -> tuple[Route, s
 Pair = tuple[Tensor, Tensor]
 
 
-class Staged(Route):
+class StagedRoute(Route):
     """A route through pinned host buffers: in each round, every message advances by at most `step` bytes.
 
     All ranks take part in every round, including those with data in host memory: the number of rounds follows from the

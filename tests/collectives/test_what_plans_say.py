@@ -9,7 +9,7 @@ from hpcdist.collectives.kept import BEHIND_HEADERS
 from hpcdist.comm import tuning
 from hpcdist.comm.node_memory import Windows
 from hpcdist.routes import c10d, hdf5_files, mpi
-from hpcdist.routes.select import Staged
+from hpcdist.routes.select import StagedRoute
 from hpcdist.runtime.world import team_of
 from hpcdist.tensors import pool
 
@@ -172,7 +172,7 @@ def test_mpi_by_sends_and_receives(findings, world, monkeypatch, moves):
 
 
 def test_through_pinned_buffers(world, monkeypatch):
-    route = Staged(mpi.MPI_ROUTE)
+    route = StagedRoute(mpi.MPI_ROUTE)
     for operation, name in [("allgatherv", "MPI_Allgatherv"), ("alltoallv", "MPI sends and receives")]:
         method = route.method(team_of(), operation, 1000)
         assert method.name == f"pinned host buffers, {name}"

@@ -43,8 +43,8 @@ ROUTES = {
     "mpi by ring": by("ring"),
     "mpi by sends": by("sends"),
     "gloo": c10d.GLOO,
-    "staged mpi": select.Staged(mpi.MPI_ROUTE),
-    "staged gloo": select.Staged(c10d.GLOO),
+    "staged mpi": select.StagedRoute(mpi.MPI_ROUTE),
+    "staged gloo": select.StagedRoute(c10d.GLOO),
     "hdf5": hdf5_files.HDF5_ROUTE,
     "the rules of nccl": STAND_IN,
     "nccl padded": by("padded", type(STAND_IN)),
@@ -182,7 +182,7 @@ def test_staged_stays_within_its_window(findings, world, size, most, monkeypatch
     messages = whole_of((sum(counts),), torch.uint8)
     recv, mine, step = torch.zeros_like(messages), _part(messages, counts, world.rank), max(1, most // size)
     what = Vector(counts, starts(counts))
-    select.Staged(Spy()).prepare(team_of(), "allgatherv", what)(mine, recv)
+    select.StagedRoute(Spy()).prepare(team_of(), "allgatherv", what)(mine, recv)
     findings.same(recv, messages, "allgatherv")
     findings.check(len(seen) == -(-max(counts) // step), f"{len(seen)} rounds")
     within = all(send <= step and recv <= step * size for send, recv in seen)
@@ -196,7 +196,7 @@ def test_which_route_is_taken(world, size):
     taken = [select.agreed("gather", name, team, host) for name in ("auto", "gloo")]
     assert_on_all_ranks(world.comm, taken == [mpi.MPI_ROUTE, c10d.GLOO], taken)
     way = select.agreed("gather", "gloo", team, one_gpu)
-    assert_on_all_ranks(world.comm, isinstance(way, select.Staged) and way.route is c10d.GLOO, way)
+    assert_on_all_ranks(world.comm, isinstance(way, select.StagedRoute) and way.route is c10d.GLOO, way)
     assert ("auto", *select.ROUTES) == teams.ROUTES
 
 
