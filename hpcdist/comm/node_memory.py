@@ -1,5 +1,11 @@
 """The ranks of a team by node, and windows: memory that those of one node share, kept and used again when no rank holds
-it any more."""
+it any more.
+
+It has no name, and is written through one mapping and read through another. The caller's tensors use private mappings
+(MAP_PRIVATE). All processes read the same pages. A process that writes in place gets its own copy of these pages, which
+no other process sees. With a read-only mapping, such a write would end the process with SIGSEGV. With a shared mapping,
+it would change the tensors of the other processes.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +14,12 @@ import os
 import threading
 import time
 import weakref
-from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +27,6 @@ from hpcdist.activity.procstat import NOT_OPENED, address, opened
 from hpcdist.control import objects
 from hpcdist.process import machine
 from hpcdist.tensors import pool
-from hpcdist.tensors.shared_memory import SharedBlock
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -30,6 +35,10 @@ SLOTS = 64  # windows of a team and node that can exist at once: each takes thre
 KEPT = 2**30  # bytes of the windows that nobody holds, at most, beside the one in use
 SPARE = 8  # such windows, at most: programs may open 1,024 descriptors
 _FREE, _HELD, _FORKED, _LEFT = range(4)  # a rank's use of a window; the last two if a child process may hold it, too
+_PAGEMAP = "/proc/self/pagemap"
+_CHUNK = 2**20  # bytes of it that are read at once
+_PIECE = 2**24  # bytes of memory that are taken at once: some milliseconds
+_PRESENT, _SWAPPED, _SHARED = 0x80, 0x40, 0x20  # bits of the last byte of an entry of 8
 _ALL_HELD = f"{SLOTS} windows are held already"
 
 
@@ -65,6 +74,83 @@ class Topology:
     def free(self) -> None:
         if self._owned:
             self.comm.Free()
+
+
+class SharedBlock:
+    """A block of anonymous memory (memfd), which ends with the last process that maps it or has its `fd` open.
+
+    Args:
+        nbytes: size, of which nothing is allocated yet.
+        fd: descriptor of the block, if another process has made it; owned by this object.
+
+    Raises:
+        OSError: if the system does not give it.
+    """
+
+    def __init__(self, nbytes: int, fd: int | None = None) -> None:
+        self.nbytes = nbytes
+        self.fd = os.memfd_create("hpcdist-window", os.MFD_CLOEXEC) if fd is None else fd
+        try:
+            if fd is None:
+                os.ftruncate(self.fd, nbytes)
+            self._shared = memoryview(mmap.mmap(self.fd, nbytes))
+            readable = mmap.mmap(self.fd, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+            self._private: mmap.mmap | None = readable
+            self._address = np.frombuffer(readable, np.uint8).ctypes.data
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def allocate(self, start: int, length: int) -> None:
+        """Take memory for these bytes now: where it is short, that is an OSError here, and not a SIGBUS later."""
+        # In pieces: until it is done, an older kernel begins anew after each signal, such as those of a profiler.
+        for at in range(start, start + length, _PIECE):
+            os.posix_fallocate(self.fd, at, min(_PIECE, start + length - at))
+
+    def memory(self) -> memoryview:
+        """Return its bytes. All processes see writes to them."""
+        return self._shared
+
+    def shared(self) -> Tensor:
+        """Return the same as a tensor."""
+        return torch.from_numpy(np.frombuffer(self._shared, np.uint8))
+
+    def private(self) -> np.ndarray:
+        """Return its bytes as a new array. Only this process sees writes to it."""
+        assert self._private is not None
+        return np.frombuffer(self._private, np.uint8)
+
+    def drop_private_pages(self) -> None:
+        """Let :meth:`private` have the contents of :meth:`shared` again, also where this process has written."""
+        if self._private is not None and _has_private_pages(self._address, self.nbytes):
+            self._private.madvise(mmap.MADV_DONTNEED)
+
+    def release_memory(self) -> None:
+        """Give its memory back to the system, though other processes may still map it. No process may use it after
+        that."""
+        os.ftruncate(self.fd, 0)
+
+    def close(self) -> None:
+        """Close it here; the memory is unmapped with the last array and tensor on it."""
+        os.close(self.fd)
+        self._private = None
+        self._shared = memoryview(b"")
+
+
+def _has_private_pages(start: int, nbytes: int) -> bool:
+    """Whether a private mapping of a shared file has pages of this process's own; True where that is not known."""
+    with suppress(OSError), open(_PAGEMAP, "rb", buffering=0) as pagemap:
+        at, end = (start // mmap.PAGESIZE * 8, -(-(start + nbytes) // mmap.PAGESIZE) * 8)
+        while at < end:
+            entries = np.frombuffer(os.pread(pagemap.fileno(), min(_CHUNK, end - at), at), np.uint8)[7::8]
+            if not len(entries):
+                return True
+            kinds = entries & (_PRESENT | _SWAPPED | _SHARED)
+            if bool(((kinds == _PRESENT) | (kinds == _SWAPPED)).any()):
+                return True
+            at += 8 * len(entries)
+        return False
+    return True
 
 
 class Window:
@@ -240,17 +326,16 @@ class Windows:
 
     def _open_control(self) -> None:
         """Open the memory in which the ranks of a node record the windows that they hold. Collective: the team."""
-        from mpi4py import MPI
-
-        nbytes, told = SLOTS * (8 + self._ranks), array("q", bytes(32))
+        nbytes, there = SLOTS * (8 + self._ranks), list[int]()
         with suppress(OSError):
             if self._me == 0:
                 made = SharedBlock(nbytes)
                 made.allocate(0, nbytes)
-                self._control, told = made, array("q", address(made.fd))
-        self._topology.comm.Bcast([told, MPI.INT64_T])
+                self._control, there = made, address(made.fd)
+        there = self._topology.comm.bcast(there)
         with suppress(OSError):
-            self._control = self._control or SharedBlock(nbytes, opened(told))
+            if there and self._control is None:
+                self._control = SharedBlock(nbytes, opened(there))
         if not objects.everywhere(self._comm, self._control is not None):
             self.problem = self.reason = NOT_OPENED
             return
@@ -264,28 +349,27 @@ class Windows:
         Raises:
             OSError: on the ranks that cannot.
         """
-        from mpi4py import MPI
-
-        told, failed = array("q", bytes(64)), None
+        chosen: tuple[int, int, int, list[int]] | None = None
+        failed = None
         if self._me == 0:
             try:
                 with self._lock:
-                    number = self._choose(nbytes)
-                slot = self._slots[number]
-                told = array("q", [1, number, slot.serial, slot.block.nbytes, *address(slot.block.fd)])
+                    first = self._choose(nbytes)
+                slot = self._slots[first]
+                chosen = first, slot.serial, slot.block.nbytes, address(slot.block.fd)
             except OSError as error:
                 failed = error
-        self._topology.comm.Bcast([told, MPI.INT64_T])
+        chosen = self._topology.comm.bcast(chosen)
         if failed is not None:
             raise failed
-        good, number, serial, capacity = told[:4]
-        if not good:
+        if chosen is None:
             raise OSError("the first rank of the node has no window")
+        number, serial, capacity, there = chosen
         with self._lock:
             for old in [n for n, slot in self._slots.items() if self._serials[n] != slot.serial]:
                 self._slots.pop(old).block.close()
         if number not in self._slots:
-            self._slots[number] = _Slot(serial, SharedBlock(capacity, opened(told[4:])))
+            self._slots[number] = _Slot(serial, SharedBlock(capacity, opened(there)))
         return number
 
     def _choose(self, nbytes: int) -> int:

@@ -9,11 +9,10 @@ from cases import DTYPES, EXTENTS, STRIDES, copy_of, extents_of, part, same_bits
 from collective import assert_on_all_ranks, change_settings, refused, windows_of
 
 import hpcdist as hd
-from hpcdist.comm import messages, tuning
+from hpcdist.comm import messages, node_memory, tuning
 from hpcdist.layout import limits
 from hpcdist.routes import node_copy
 from hpcdist.runtime.world import team_of
-from hpcdist.tensors import shared_memory
 
 pytestmark = pytest.mark.mpi
 
@@ -156,7 +155,7 @@ def test_memory_of_a_node_is_that_of_one_result(world):
 def test_what_a_rank_writes_in_place_no_other_rank_sees(findings, world, rank, size, kernel, monkeypatch):
     """Nor does it see that itself in a later result; whatever the kernel tells of a process's own pages."""
     if kernel == "closed":
-        monkeypatch.setattr(shared_memory, "_PAGEMAP", "/nowhere")
+        monkeypatch.setattr(node_memory, "_PAGEMAP", "/nowhere")
     for turn in range(3):
         whole = _shared(world, turn)
         address = whole.data_ptr()

@@ -4,12 +4,12 @@ import os
 
 import pytest
 
-from hpcdist.tensors import shared_memory
-from hpcdist.tensors.shared_memory import SharedBlock
+from hpcdist.comm import node_memory
+from hpcdist.comm.node_memory import SharedBlock
 
 
 def _written_in_place(block):
-    return shared_memory._has_private_pages(block._address, block.nbytes)
+    return node_memory._has_private_pages(block._address, block.nbytes)
 
 
 def test_a_private_view_follows_the_block_but_for_pages_written_in_place():
@@ -31,7 +31,7 @@ def test_a_private_view_follows_the_block_but_for_pages_written_in_place():
 
 
 def test_pages_of_its_own_are_found_on_every_kernel(monkeypatch):
-    monkeypatch.setattr(shared_memory, "_CHUNK", 16)
+    monkeypatch.setattr(node_memory, "_CHUNK", 16)
     block = SharedBlock(7 * 4096)
     private = block.private()
     assert not _written_in_place(block)
@@ -39,7 +39,7 @@ def test_pages_of_its_own_are_found_on_every_kernel(monkeypatch):
     assert not _written_in_place(block)
     private[6 * 4096] = 1
     assert _written_in_place(block)
-    monkeypatch.setattr(shared_memory, "_PAGEMAP", "/nowhere")
+    monkeypatch.setattr(node_memory, "_PAGEMAP", "/nowhere")
     block.drop_private_pages()
     assert private.max() == 0
     block.close()
@@ -54,7 +54,7 @@ def test_a_block_that_cannot_be_mapped_leaves_nothing_open():
 
 def test_memory_is_taken_in_pieces(monkeypatch):
     """Older kernels begin anew after a signal: one call for many gigabytes would never end beside a profiler."""
-    monkeypatch.setattr(shared_memory, "_PIECE", 2 * 4096)
+    monkeypatch.setattr(node_memory, "_PIECE", 2 * 4096)
     taken = []
     monkeypatch.setattr(os, "posix_fallocate", lambda fd, start, length: taken.append((start, length)))
     block = SharedBlock(6 * 4096)
