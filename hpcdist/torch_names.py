@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from hpcdist.errors import refusal
@@ -230,6 +231,21 @@ start_coalescing = _attribute(
     "route nccl sends no messages (HD102)",
 )
 end_coalescing = _attribute("torch.distributed:ProcessGroup._end_coalescing", *NAMES[-1][1:])
+_allgather_base = _attribute(
+    "torch.distributed:ProcessGroup._allgather_base",
+    "gathers blocks of one size on route nccl into one tensor",
+    "NCCL's results are copied once more",
+)
+
+
+def gather_blocks(group: Any, whole: Tensor, block: Tensor, options: Any) -> Any:
+    """Gather the blocks of all ranks of a group, of one size, into contiguous memory; return torch's work, or None."""
+    at_once = _allgather_base(group)
+    if at_once is None:
+        return group.allgather([list(whole.view(group.size(), -1))], [block.view(-1)], options)
+    return at_once(whole, block, options)
+
+
 device_types = _attribute(
     "torch.distributed:ProcessGroup._device_types",
     "which backends a group of torch has, for the record of its calls",

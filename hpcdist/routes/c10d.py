@@ -131,12 +131,12 @@ class _Nccl(_C10d):
     def allgatherv_fused(self, team: Team, what: Vector, send: Tensor, recv: Tensor) -> None:
         if send.dtype not in _NATIVE or send.dtype != recv.dtype:  # a copy of a bare dtype has another one
             send, recv = as_bytes(send), as_bytes(recv)
-        _wait(self.group(team)._allgather_base(recv, send, _HERE))
+        _wait(torch_names.gather_blocks(self.group(team), recv, send, _HERE))
 
     def allgatherv_padded(self, team: Team, what: Vector, send: Tensor, recv: Tensor) -> None:
         rows = torch.empty((team.size + 1, what.longest), dtype=torch.uint8, device=recv.device)
         rows[team.size, : what.counts[team.rank]] = as_bytes(send)
-        _wait(self.group(team)._allgather_base(rows[: team.size], rows[team.size], _HERE))
+        _wait(torch_names.gather_blocks(self.group(team), rows[: team.size], rows[team.size], _HERE))
         for row, block in zip(rows, cut(recv, what.counts, what.displs), strict=False):
             block.copy_(row[: block.numel()])
 
