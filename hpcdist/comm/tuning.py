@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hpcdist.errors import refusal
+from hpcdist.tensors import accelerator
 
 FORMAT = "hpcdist tune 1"
 _SENDS = {"sends": "MPI sends and receives"}
@@ -200,11 +201,13 @@ def fingerprint() -> dict[str, str]:
 
     vendor, version = MPI.get_vendor()
     wires = sorted(os.listdir("/sys/class/infiniband")) if os.path.isdir("/sys/class/infiniband") else []
-    gpu = torch.accelerator.current_accelerator()
+    gpu, library = "none", accelerator.LIBRARY.upper()
+    if accelerator.count():
+        gpu = f"{accelerator.properties(0).name}, {library} {accelerator.library_version()}"
     return {
         "mpi": f"{vendor} {'.'.join(map(str, version))}",
         "torch": torch.__version__,
-        "memory": "host" if gpu is None else f"host, {gpu.type}",
+        "gpu": gpu,
         "wire": ", ".join(wires) or "no InfiniBand",
     }
 

@@ -27,14 +27,15 @@ from hpcdist.collectives.join import concat, gather
 from hpcdist.collectives.plans import plan
 from hpcdist.collectives.redistribute import redistribute
 from hpcdist.collectives.split import split
-from hpcdist.comm.tuning import fingerprint
+from hpcdist.comm.tuning import ALGORITHMS, Rule, fingerprint
 from hpcdist.control.objects import run_on_all, run_on_root
 from hpcdist.errors import InputError
 from hpcdist.formats.paths import check_target, file_errors, read_json, write_text
 from hpcdist.layout import Split
+from hpcdist.routes.select import load
 from hpcdist.runtime.cli import Table, progress, run, write_page
 from hpcdist.runtime.commandline import Parser, path, plural, show_bytes
-from hpcdist.runtime.world import World
+from hpcdist.runtime.world import World, team_of
 from hpcdist.tensors import accelerator
 from hpcdist.tools.timing import Contender, Spread, Timing, measure
 from hpcdist.tools.trace import read
@@ -172,6 +173,12 @@ def ours(case: Case, **options: Any) -> Any:
     return VERBS[case.verb](*case.args, **case.options, **options)
 
 
+def forced(operation: str, rule: Rule, repeats: dict[Any, Any], case: Case) -> Any:
+    """The verb by one algorithm, whatever the rules are; `repeats` are those of earlier such calls."""
+    with team_of().forced(operation, rule, repeats):
+        return ours(case, route="nccl" if operation.startswith("nccl") else "auto")
+
+
 def preallocated(case: Case) -> Any:
     """mpi4py as in its tutorial for arrays: into preallocated memory, counts known. redistribute packs the columns."""
     for to, of in case.packs:
@@ -276,6 +283,12 @@ def _uneven(case: Case) -> str | None:
     even = len({*case.rows}) == 1 or case.verb == "redistribute"
     ragged = case.verb == "concat" and dist.get_backend(case.group) == "nccl"
     return None if even or ragged else "torch refuses lists of unequal sizes"
+
+
+def _no_choice(algorithm: str, case: Case) -> str | None:
+    if case.verb != "concat":
+        return "only for concat"
+    return "only for equal messages" if algorithm == "fused" and len({*case.rows}) > 1 else None
 
 
 CONTENDERS = [  # the name begins with the kind
@@ -383,12 +396,16 @@ def _add(cases: list[Case], *args: Any) -> None:
 def _measured(world: World, seconds: float, lines: list[str]) -> dict[str, Any]:
     """Time all contenders in all cases. Collective."""
     group = dist.new_group(backend=accelerator.LIBRARY if world.settings.own_gpus else "gloo")
-    cases, made = [], list[Case]()
+    cases, made, ways = [], list[Case](), [*CONTENDERS]
+    if load("nccl").missing(team_of()) is None:
+        for name in ALGORITHMS["nccl allgatherv"]:
+            call = partial(forced, "nccl allgatherv", Rule(0, 0, name), {})
+            ways.append(Contender(f"algorithm {name}", call, partial(_no_choice, name)))
     for line in progress(lines, world, "compare"):
         verb, dtype, shapes = parse(line, world.world_size)
         make = partial(_add, made, world.comm, verb, DTYPES[dtype], shapes, world.device, group)
         run_on_all(world.comm, line, make)  # there may be too little memory
-        timings = measure(CONTENDERS, case := made.pop(), _ROUNDS, seconds / len(lines))
+        timings = measure(ways, case := made.pop(), _ROUNDS, seconds / len(lines))
         cases.append({"case": line, "nbytes": sum(case.nbytes), "timings": [asdict(timing) for timing in timings]})
         del case  # frees its memory before the next one is made
     own = fingerprint()

@@ -17,13 +17,21 @@ from hpcdist.comm.tuning import ALGORITHMS, Place, Rule, Rules, Sample, Tuned
 from hpcdist.control import objects
 from hpcdist.errors import InputError
 from hpcdist.formats.paths import check_target, read_json, write_text
+from hpcdist.routes.select import load
 from hpcdist.runtime.cli import progress, run, table
 from hpcdist.runtime.commandline import Parser, path, plural, show_bytes
 from hpcdist.runtime.world import World, team_of
-from hpcdist.tools.compare import Case, ours
+from hpcdist.tensors import accelerator
+from hpcdist.tools.compare import Case, forced
 from hpcdist.tools.timing import Contender, measure, spread
 
-_VERBS = {"allgatherv": "concat", "gatherv": "gather", "scatterv": "split", "alltoallv": "redistribute"}
+_VERBS = {
+    "allgatherv": "concat",
+    "gatherv": "gather",
+    "scatterv": "split",
+    "alltoallv": "redistribute",
+    "nccl allgatherv": "concat",  # the only operation of route nccl that has several algorithms
+}
 _TOTALS = [2**14, 2**17, 2**20, 2**23, 2**26]  # bytes
 _HELD_OUT = [3 * 2**17, 2**22, 2**25]
 _SKEWED = 100  # times the data of another rank, which rank 0 has in a check
@@ -44,18 +52,22 @@ def main(world: World, args: argparse.Namespace) -> int:
         raise InputError("HD505", "expected two ranks or more: mpirun -n 2")
     place = team.rules.place
     before = objects.run_on_root(world.comm, "tune", lambda: _before(args.output))
-    found: dict[str, list[Rule]] = {operation: [] for operation in _VERBS}
+    without = load("nccl").missing(team)
+    operations = [name for name in _VERBS if without is None or not name.startswith("nccl")]
+    found: dict[str, list[Rule]] = {operation: [] for operation in operations}
     samples, checks = list[Sample](), list[_Comparison]()
     skewed = team.size + 1
-    points = [(*point, False) for point in product(_VERBS, _TOTALS, (1, skewed))]
-    points += [(*point, True) for point in product(_VERBS, _HELD_OUT, (1, _SKEWED))]
+    points = [(*point, False) for point in product(operations, _TOTALS, (1, skewed))]
+    points += [(*point, True) for point in product(operations, _HELD_OUT, (1, _SKEWED))]
     points = [point for point in points if point[0] != "alltoallv" or point[2] == 1]
     for operation, total, times, held_out in progress(points, world, "tune"):
         case, sizes = _case(team, operation, total, times)
-        default = Rules(place, team.size, None).choose(operation, *sizes)
-        now = Rules(place, team.size, Tuned("", {place: found}, {})).choose(operation, *sizes)
-        named = {rule.label: rule for rule in [default, now, *_candidates(operation, place)]}
-        contenders = [Contender(name, partial(_forced, team, operation, rule, {})) for name, rule in named.items()]
+        candidates = _candidates(operation, place, times)
+        usable = {rule.algorithm for rule in candidates}.__contains__
+        default = Rules(place, team.size, None).choose(operation, *sizes, usable)
+        now = Rules(place, team.size, Tuned("", {place: found}, {})).choose(operation, *sizes, usable)
+        named = {rule.label: rule for rule in [default, now, *candidates]}
+        contenders = [Contender(name, partial(forced, operation, rule, {})) for name, rule in named.items()]
         timings = {timing.name: timing for timing in measure(contenders, case, _ROUNDS, args.seconds / len(points))}
         medians = {name: timing.seconds.median for name, timing in timings.items()}
         best = min(medians, key=medians.__getitem__)
@@ -72,11 +84,14 @@ def main(world: World, args: argparse.Namespace) -> int:
             least = 0 if times == 1 else samples[-1].skew  # even calls are those without more skew
             found[operation].append(Rule(sizes[0], least, chosen.algorithm, chosen.segment))
         del case
+    gpu = accelerator.identity(world.device.index) if world.device.type == accelerator.KIND else None
+    share = accelerator.shared_gpu(objects.all_gather_object(world.comm, gpu))
     objects.run_on_root(world.comm, "tune", lambda: _write(args.output, tuning.merged(before, place, found, samples)))
     if world.rank == 0:
-        print(
-            _report(place, found, checks), f"written: {args.output}; use it by HPCDIST_TUNE={args.output}", sep="\n\n"
-        )
+        written = f"written: {args.output}; use it by HPCDIST_TUNE={args.output}"
+        if share and "nccl allgatherv" in found:
+            written += "\nRanks share a GPU here: the rules of nccl allgatherv hold for such jobs alone"
+        print(_report(place, found, checks), written, sep="\n\n")
     return 0
 
 
@@ -116,18 +131,17 @@ def _case(team: Team, operation: str, total: int, times: int) -> tuple[Case, tup
         total = 8 * rows * width
         return Case(team.comm, _VERBS[operation], torch.int64, [[rows, width]] * size), (total, total // size)
     rest = total // (8 * (times + size - 1))
-    case = Case(team.comm, _VERBS[operation], torch.int64, [[total // 8 - rest * (size - 1)], *[[rest]] * (size - 1)])
+    shapes = [[total // 8 - rest * (size - 1)], *[[rest]] * (size - 1)]
+    device = team.settings.device if operation.startswith("nccl") else "cpu"
+    case = Case(team.comm, _VERBS[operation], torch.int64, shapes, device)
     return case, (sum(case.nbytes), max(case.nbytes))
 
 
-def _candidates(operation: str, place: Place) -> list[Rule]:
-    names = [name for name in ALGORITHMS[operation] if name != "window" or min(place) > 1]
+def _candidates(operation: str, place: Place, times: int) -> list[Rule]:
+    out = {"window"} if min(place) == 1 else set()
+    out |= {"fused"} if times > 1 else set()
+    names = [name for name in ALGORITHMS[operation] if name not in out]
     return [Rule(0, 0, name, segment) for name in names for segment in _SEGMENTS.get(name, (0,))]
-
-
-def _forced(team: Team, operation: str, rule: Rule, repeats: dict[Any, Any], case: Case) -> Any:
-    with team.forced(operation, rule, repeats):
-        return ours(case)
 
 
 def _before(name: str) -> Any:
@@ -178,8 +192,9 @@ def parser() -> Parser:
     p = Parser(
         prog="hpcdist tune",
         description="Measure the algorithms of route mpi for concat, gather, split and redistribute, on these ranks, "
-        "and write rules for HPCDIST_TUNE. A rule replaces the default only where it is faster by 5 % and beyond the "
-        "noise. Other sizes check the rules. Rules of other numbers of nodes and ranks in the file stay.",
+        "and of route nccl for concat where it can run, and write rules for HPCDIST_TUNE. A rule replaces the default "
+        "only where it is faster by 5 % and beyond the noise. Other sizes check the rules. Rules of other numbers of "
+        "nodes and ranks in the file stay.",
         epilog="example: mpirun -n 4 python -m hpcdist tune -o tune.json",
     )
     p.add_argument(

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from launch import commands, mpirun
@@ -101,6 +102,47 @@ def test_rules(tmp_path):
         assert (row["total"], row["skew"], row["nodes"], row["ranks_per_node"]) in [(2**14, s, 1, 2) for s in (1, 1.5)]
     _, differs = tuning.read(str(real))
     assert differs == ""
+
+
+NCCL = """
+    import sys
+    from pathlib import Path
+    import hpcdist.tools.compare as compare, hpcdist.tools.tune as tune
+    from hpcdist.routes import select
+    from hpcdist.runtime.cli import run
+
+    sys.path.append(sys.argv[1])
+    select.ROUTES["nccl"] = ("nccl_rules", "STAND_IN")
+    tune._VERBS, tune._TOTALS, tune._HELD_OUT = {"nccl allgatherv": "concat"}, [2**14], [2**15]
+    tune.accelerator.shared_gpu = lambda gpus: "ranks 0 and 1"
+    tune._report = lambda place, found, checks: f"{len(checks)} checks"
+    Path("shapes.txt").write_text("concat int64 3 5\\nconcat int64 4\\ngather int64 3 5")
+    for tool, words in (tune, ["-o", "tune.json"]), (compare, ["--shapes", "shapes.txt", "--seconds", "0"]):
+        sys.argv = ["", *words]
+        try:
+            run(tool.parser(), tool.main)
+        except SystemExit as end:
+            assert not end.code, end.code
+"""
+
+
+def test_route_nccl(tmp_path):
+    """Where it can run, tune measures its algorithms, and compare shows them; a stand-in of NCCL runs them here."""
+    routes = Path(__file__).parents[1] / "routes"
+    job = mpirun(2, code=NCCL.replace("sys.argv[1]", repr(str(routes))), cwd=tmp_path)
+    assert (job.status, job.err) == (0, ""), job
+    assert "2 checks" in job.out and "rules of nccl allgatherv hold for such jobs alone" in job.out
+    samples = json.loads((tmp_path / "tune.json").read_text())["samples"]
+    assert [(x["operation"], x["skew"], {*x["us"]}) for x in samples] == [
+        ("nccl allgatherv", 1.0, {"broadcasts", "fused", "padded", "sends"}),
+        ("nccl allgatherv", 1.5, {"broadcasts", "padded", "sends"}),
+    ]
+    cases = json.loads((tmp_path / "compare.json").read_text())["cases"]
+    timed = [
+        {row["name"] for row in case["timings"] if "algorithm" in row["name"] and not row["skipped"]} for case in cases
+    ]
+    ragged = {f"algorithm {name}" for name in ("broadcasts", "padded", "sends")}
+    assert timed == [ragged, ragged | {"algorithm fused"}, set()]
 
 
 def test_bad_input_is_one_line_with_a_code(tmp_path):
