@@ -1,12 +1,12 @@
 """``python docs/build.py``: make the documentation a site in build/site, and check it; status 1 if anything is wrong.
 
 The pages are those of docs/, the benchmarks' tables, the changes, and the pages of the error codes, which the package
-holds. They link to one another by their paths in the repository; a link to a file that is not in the site becomes text.
+holds; these are not in the menu. Pages link to one another by their paths in the repository; a link to a file that is
+not in the site becomes text.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -28,6 +28,7 @@ SOURCES = {
     "benchmarks/README.md": "benchmarks/tables.md",
     "benchmarks/MEASUREMENTS.md": "benchmarks/measurements.md",
     "benchmarks/results": "benchmarks/results",
+    "benchmarks/suites": "benchmarks/suites",
     "CHANGELOG.md": "changes.md",
     "CONTRIBUTING.md": "contributing.md",
     "hpcdist/errors/pages": "errors",
@@ -39,10 +40,8 @@ LEFT_OUT = (  # 5,800 lines of tables; what a package index shows, which has no 
 )
 # What these have of a word would come first.
 NOT_SEARCHED = ("benchmarks/tables.md", "benchmarks/measurements.md", "benchmarks/results/summary.md", "changes.md")
-ERRORS = "errors/"  # what stands in `nav` for the catalogue
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"^( *)(`{3,}).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
-_HELP = re.compile(r"^<!-- help: ([\w -]+) -->$", re.MULTILINE)
 
 
 def sources() -> dict[str, str]:
@@ -80,62 +79,6 @@ def page(text: str, source: str, files: dict[str, str]) -> str:
     return re.sub(r"\0(\d+)\0", lambda found: kept[int(found[1])], text)
 
 
-def help_texts(modules: list[str]) -> dict[str, str]:
-    """Return what each command prints with --help; all in one process, which imports torch once."""
-    code = (
-        "import contextlib, io, json, runpy, sys\n"
-        "found = {}\n"
-        "for name in sys.argv[1:]:\n"
-        "    sys.argv, out = [*name.split(), '--help'], io.StringIO()\n"
-        "    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):\n"
-        "        runpy.run_module('hpcdist', run_name='__main__', alter_sys=True)\n"
-        "    found[name] = out.getvalue()\n"
-        "print(json.dumps(found))\n"
-    )
-    environ = {**os.environ, "COLUMNS": "96", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *modules], capture_output=True, text=True, env=environ, check=True
-    )
-    return dict(json.loads(done.stdout))
-
-
-def with_help(text: str) -> str:
-    """Return a page with the help of the commands that it names."""
-    modules = _HELP.findall(text)
-    texts = help_texts(modules) if modules else {}
-
-    def block(found: re.Match[str]) -> str:
-        module = found[1]
-        return f"## {module}\n\n```console\n$ python -m {module} --help\n{texts[module].rstrip()}\n```"
-
-    return _HELP.sub(block, text)
-
-
-def title(path: Path) -> str:
-    """Return the first heading of a page."""
-    found = re.search(r"^# +(.+)$", path.read_text(), re.MULTILINE)
-    return found[1].replace("`", "") if found else path.stem
-
-
-def catalogue() -> list[Any]:
-    """Return the part of `nav` for the error codes; nothing if there are no pages."""
-    codes = sorted((PAGES / "errors").glob("HD*.md"))
-    return [{"Error codes": [{title(code): f"errors/{code.name}"} for code in codes]}] if codes else []
-
-
-def with_errors(nav: list[Any], codes: list[Any]) -> list[Any]:
-    """Return `nav` with the catalogue in its place."""
-    result: list[Any] = []
-    for entry in nav:
-        if entry == ERRORS:
-            result += codes
-        elif isinstance(entry, dict):
-            result.append({k: with_errors(v, codes) if isinstance(v, list) else v for k, v in entry.items()})
-        else:
-            result.append(entry)
-    return result
-
-
 def paths(nav: list[Any]) -> list[str]:
     """Return the pages of `nav`."""
     values = [value for entry in nav for value in (entry.values() if isinstance(entry, dict) else [entry])]
@@ -150,18 +93,16 @@ def assemble() -> list[str]:
         (PAGES / place).parent.mkdir(parents=True, exist_ok=True)
         if place.endswith(".md"):
             head = "---\nsearch:\n  exclude: true\n---\n\n" if place in NOT_SEARCHED else ""
-            (PAGES / place).write_text(head + with_help(page((ROOT / source).read_text(), source, files)))
+            (PAGES / place).write_text(head + page((ROOT / source).read_text(), source, files))
         else:
             shutil.copy(ROOT / source, PAGES / place)
     config = yaml.safe_load((ROOT / "docs" / "mkdocs.yml").read_text())
-    nav = config["nav"] = with_errors(config["nav"], catalogue())
-    handler = next(plugin["mkdocstrings"] for plugin in config["plugins"] if isinstance(plugin, dict))
-    handler["handlers"]["python"]["paths"] = [str(ROOT)]
-    handler["handlers"]["python"]["options"]["extensions"] = [str(ROOT / "docs" / "docstrings.py")]
     CONFIG.write_text(yaml.safe_dump({**config, "docs_dir": PAGES.name, "site_dir": SITE.name}, sort_keys=False))
     there = {path.relative_to(PAGES).as_posix() for path in PAGES.rglob("*.md")}
-    wrong = [f"docs/mkdocs.yml: nav has {path}, which does not exist" for path in sorted({*paths(nav)} - there)]
-    return wrong + [f"docs/mkdocs.yml: nav lacks {path}" for path in sorted(there - {*paths(nav)})]
+    shown = {*paths(config["nav"])}
+    wrong = [f"docs/mkdocs.yml: nav has {path}, which does not exist" for path in sorted(shown - there)]
+    left = sorted(path for path in there - shown if not path.startswith("errors/"))
+    return wrong + [f"docs/mkdocs.yml: nav lacks {path}" for path in left]
 
 
 class Parsed(HTMLParser):

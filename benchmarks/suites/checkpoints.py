@@ -23,7 +23,7 @@ from suites import HERE, ROOT, run
 from table import page as table_page
 
 RESULTS = ROOT / "build" / "pytorch-suites" / "checkpoints"
-PAGE = ROOT / "docs" / "pytorch-checkpoints.md"
+PAGE = Path(__file__).with_name("pytorch-checkpoints.md")
 STORAGES = ("files", "hdf5")
 FILES = (
     "test_checkpoint.py", "test_compatibility.py", "test_dtensor_checkpoint.py", "test_dtensor_resharding.py",
@@ -38,7 +38,7 @@ HEAD = """# PyTorch's own tests of checkpoints
 
 PyTorch's tests of `torch.distributed.checkpoint` save and load through a storage. This page compares `HDF5Writer` and
 `HDF5Reader` ("hdf5") with torch's own `FileSystemWriter` and `FileSystemReader` ("files").
-[benchmarks/suites/checkpoints.py](../benchmarks/suites/checkpoints.py) writes it, and names the sources of the
+[checkpoints.py](checkpoints.py) writes it, and names the sources of the
 tests. It replaces the storage without a change in a test. A test starts a process for each of its 2 or 4 ranks. They
 use gloo, without MPI. Pickles are allowed, as in torch's reader.
 

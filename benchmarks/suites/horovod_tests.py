@@ -1,4 +1,4 @@
-"""Run Horovod's own tests on hpcdist.horovod, and write docs/horovod-tests.md.
+"""Run Horovod's own tests on hpcdist.horovod, and write horovod-tests.md.
 
 Usage: python benchmarks/suites/horovod_tests.py --horovod FOLDER [--environment NAME=PREFIX ...]
 
@@ -22,13 +22,13 @@ import suites
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-PAGE = ROOT / "docs" / "horovod-tests.md"
+PAGE = Path(__file__).with_name("horovod-tests.md")
 DEADLINE = 60  # seconds
 FILES = ("test_torch.py", "test_process_sets_static.py", "test_process_sets_multi_comm.py")
 HEAD = """# Horovod's own tests
 
 This page has the results of Horovod's tests of `horovod.torch` and of process sets on
-[hpcdist.horovod](start/from-horovod.md), without a GPU.
+[hpcdist.horovod](../../docs/start/from-horovod.md), without a GPU.
 `benchmarks/suites/horovod_tests.py` runs them without a change, and writes this page. `torch.optim.Muon` is newer than
 the tests, and refuses the biases of their models, so it is hidden from them. A test that fails on any rank has failed.
 

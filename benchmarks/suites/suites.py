@@ -1,4 +1,4 @@
-"""Run PyTorch's own test suites of process groups with this backend and with gloo, and write docs/pytorch-suites.md.
+"""Run PyTorch's own test suites of process groups with this backend and with gloo, and write pytorch-suites.md.
 
 Usage: python benchmarks/suites/suites.py [--tests FOLDER] [--np NP ...] [--backend NAME ...]
 
@@ -174,7 +174,7 @@ def main():
                     about["results"] = run_suite({"suite": suite, "backend": backend}, np, options)
                     path.write_text(json.dumps(about, indent=1))
     text, worse = table.page_of_suites([json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))])
-    (ROOT / "docs" / "pytorch-suites.md").write_text(text)
+    (HERE / "pytorch-suites.md").write_text(text)
     return 1 if worse else 0
 
 

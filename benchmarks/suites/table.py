@@ -1,4 +1,4 @@
-"""The page docs/pytorch-suites.md, from the results of suites.py."""
+"""The page pytorch-suites.md, from the results of suites.py."""
 
 import re
 from collections import Counter, defaultdict
@@ -7,7 +7,7 @@ OUTCOMES = ("passed", "failed", "skipped")
 HEAD = """# PyTorch's own test suites
 
 PyTorch has tests for its process groups. This page compares the results of this backend with those of gloo.
-[benchmarks/suites/suites.py](../benchmarks/suites/suites.py) writes it, and names the sources of the suites. It
+[suites.py](suites.py) writes it, and names the sources of the suites. It
 runs both backends in the same way. Every rank is a process of one MPI job, and each test has a deadline. A test that
 fails runs once more, alone in a new job. If a suite asks for a backend's features, this backend reports gloo's, and
 those that gloo lacks: uneven all_gather, PREMUL_SUM, messages whose handle is dropped.
@@ -82,7 +82,7 @@ def _kind(reason):
 
 
 def page_of_suites(runs):
-    """The text of docs/pytorch-suites.md, and the tests that gloo passes and another backend does not."""
+    """The text of pytorch-suites.md, and the tests that gloo passes and another backend does not."""
     entries = []
     for run in runs:
         for of in ("gloo", "mpi"):

@@ -1,4 +1,5 @@
 """Draw hang.svg: what a job prints that hangs. A real job: rank 2 reads a file that never gets its data.
+hang-table.svg has three columns of its table, for README, where a phone shows it.
 
 python docs/pictures/hang.py        in an environment with hpcdist and mpirun
 """
@@ -6,6 +7,7 @@ python docs/pictures/hang.py        in an environment with hpcdist and mpirun
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -39,7 +41,9 @@ def main() -> None:
         mpirun = [str(Path(sys.executable).with_name("mpirun")), "-n", "4", sys.executable, "train.py"]
         job = subprocess.run(mpirun, cwd=folder, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
         os.close(writer)
-    Path(__file__).with_suffix(".svg").write_text(drawn(["$ mpirun -n 4 python train.py", *table(job.stderr)]))
+    printed = table(job.stderr)
+    Path(__file__).with_suffix(".svg").write_text(drawn(["$ mpirun -n 4 python train.py", *printed]))
+    Path(__file__).with_name("hang-table.svg").write_text(drawn(narrow(printed)))
 
 
 def table(text: str) -> list[str]:
@@ -49,6 +53,20 @@ def table(text: str) -> list[str]:
     rank = lines[start].split(" ")[0]
     mine = [line.removeprefix(f"{rank} ") for line in lines[start:] if line.startswith(f"{rank} ")]
     return [mine[0].removeprefix("hpcdist.errors."), *mine[1:]]
+
+
+def narrow(lines: list[str]) -> list[str]:
+    """Return the columns rank, is in, and what it does of the table; a long text continues on the next line."""
+    head = next(line for line in lines if line.startswith("rank  "))
+    call, lasts, does = (head.index(name) for name in ("is in", "for ", "what it does"))
+    rows, first = [], lines.index(head)
+    for line in lines[first : first + 5]:
+        said = re.sub(r"/\S+/", "", line[does:])  # a file without its folder
+        start = line[:6] + line[call:lasts]
+        first_part, found, rest = said.partition(", at ")
+        rows.append(start + first_part + found[:1])
+        rows += [" " * len(start) + found[2:] + rest] if rest else []
+    return rows
 
 
 def drawn(lines: list[str]) -> str:

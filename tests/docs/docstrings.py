@@ -60,7 +60,7 @@ def find(path):
 def shown(folder):
     """Yield the names of the objects that the reference shows, members of classes included."""
     for page in sorted(folder.glob("*.md")):
-        for path in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE):
+        for path in re.findall(r"^<!-- object: \S+ = (\S+) -->$", page.read_text(), re.MULTILINE):
             yield path
             if inspect.isclass(found := find(path)):
                 members = {name: member for name, member in vars(found).items() if not name.startswith("_")}
