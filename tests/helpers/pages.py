@@ -27,6 +27,7 @@ NOT_RUN = re.compile(
     r"(pip|module|make|sbatch|salloc|scancel|squeue|kill|export|git|apt-get|CC=mpicc|bash|ranks|cd|python -m venv|"
     r"python -m pip|conda|apptainer)\b|\. "
 )
+ASKED_LATER = {"HPCDIST_TRACE"}  # variables that a program asks for when it runs, not when Python or MPI starts
 SHELL = re.compile(r"(mkdir|ls|cat|cp|rm|mv) ")  # what they show, as it is
 _BLOCK = re.compile(
     r"^<!-- (?P<hidden>\d+ ranks|then|fails|without the tests)(?P<text>.*?)-->$"
@@ -145,8 +146,11 @@ def _command(page, line, text, mark):
         raise ValueError(f"{page}:{line}: neither a Python program nor in NOT_RUN: {text}")
     number = re.search(r" -n (\d+)", found["options"] or "")
     np = int(number[1]) if number else 1 if found["options"] else 0
-    alone = bool(mark or env or re.search(r"hpcdist[. ](run|doctor)\b", words))
-    return Run(page, line, np, shlex.split(found["words"]), fails=mark == "fails", alone=alone, env=env)
+    alone = bool(mark or env.keys() - ASKED_LATER or re.search(r"hpcdist[. ](run|doctor)\b", words))
+    words = shlex.split(found["words"])
+    if not alone:
+        words = [*(f"{name}={value}" for name, value in env.items()), *words]
+    return Run(page, line, np, words, fails=mark == "fails", alone=alone, env=env)
 
 
 def execute(pages, folder):
@@ -169,7 +173,8 @@ def execute(pages, folder):
             if run.shell:
                 job = run_command(["sh", "-c", run.shell], here)
             else:
-                job = mpirun(run.np, *run.words, cwd=here, env=run.env, quick=False)
+                quick = "HPCDIST_TIMEOUT" in run.env  # in which a busy machine could not import torch
+                job = mpirun(run.np, *run.words, cwd=here, env=run.env, quick=quick)
             wrong[run.page] += _judge(run, job)
             continue
         ready = [run.np for run in heads]
