@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import sys
 import tempfile
 import time
@@ -13,6 +14,7 @@ import h5py
 import numpy as np
 import pytest
 from launch import slowness
+from pages import parse
 
 from hpcdist.tools.jobscript import Shape, write
 
@@ -172,6 +174,20 @@ def test_a_plain_script_asks_for_what_a_site_wants(slurm, folder):
     ended = slurm.wait(slurm.submit("plain.sbatch", options=["--export=NONE"], cwd=folder))
     assert ended.state == "COMPLETED", ended.out
     assert (folder / "hpcdist-cpu.txt").read_text() == HERE
+
+
+def test_the_tutorial_runs_by_its_command(slurm):
+    """From the page to the job's end; on two nodes, with a checkpoint."""
+    page = (ROOT / "docs" / "tutorial.md").read_text()
+    (made,) = re.findall(r"^\$ (python -m hpcdist jobscript .*)$", page, re.MULTILINE)
+    folder, env = Path(tempfile.mkdtemp(dir=slurm.folder)), {**slurm.mpi_environment(), "PATH": _path(OPENMPI)}
+    (folder / "train.py").write_text(parse("tutorial.md", page).programs["train.py"])
+    written = slurm.run(shlex.split(made.replace("train.py", "train.py --steps 20")), folder, env)
+    assert written.status == 0, written.err
+    ended = slurm.wait(slurm.submit("job.sbatch", cwd=folder, env=env))
+    assert (ended.state, ended.status) == ("COMPLETED", 0), ended.out
+    assert re.search(r"^4 ranks, from step 0\nstep 20: \S+ bits per byte, of ", ended.out, re.MULTILINE), ended.out
+    assert (folder / "model.h5").exists()
 
 
 def test_the_ranks_use_a_copy_of_the_environment(slurm, folder):
