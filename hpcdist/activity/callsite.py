@@ -18,9 +18,9 @@ _INSIDE = {
 
 # Keyed by the ID of code objects, which are kept alive for that: hashing one takes longer than all the rest. Both are
 # bounded: a program may make its code as it runs.
-_MOST_PLACES = 4096
-_texts: dict[tuple[str, int, int], tuple[bytes, CodeType]] = {}
-_inside: dict[int, tuple[bool, CodeType]] = {}  # whether code is in one of the packages above
+MOST_PLACES = 4096
+texts: dict[tuple[str, int, int], tuple[bytes, CodeType]] = {}
+insides: dict[int, tuple[bool, CodeType]] = {}  # whether code is in one of the packages above
 
 
 def where(verb: str, frames: int = 1) -> bytes:
@@ -30,17 +30,17 @@ def where(verb: str, frames: int = 1) -> bytes:
         frames: number of innermost frames that are certainly this library's; to look at a frame takes time.
     """
     frame = sys._getframe(frames)
-    known = _texts.get((verb, id(frame.f_code), frame.f_lasti))
+    known = texts.get((verb, id(frame.f_code), frame.f_lasti))
     if known is None:
         frame = outside(frame)
         key = verb, id(frame.f_code), frame.f_lasti
-        known = _texts.get(key)
+        known = texts.get(key)
     if known is None:
-        if len(_texts) >= _MOST_PLACES:
-            _texts.clear()
+        if len(texts) >= MOST_PLACES:
+            texts.clear()
         call = verb if " " in verb else f"{verb}()"
         text = f"{call} at {place(frame)}".encode(errors="backslashreplace")[:LONGEST]
-        known = _texts[key] = text, frame.f_code
+        known = texts[key] = text, frame.f_code
     return known[0]
 
 
@@ -54,12 +54,12 @@ def outside(frame: FrameType) -> FrameType:
     """Return the innermost frame of the user's code, or of a command; the outermost one of a thread without either."""
     while (back := frame.f_back) is not None:
         code = frame.f_code
-        known = _inside.get(id(code))
+        known = insides.get(id(code))
         if known is None:
-            if len(_inside) >= _MOST_PLACES:
-                _inside.clear()
+            if len(insides) >= MOST_PLACES:
+                insides.clear()
             inside = str(frame.f_globals.get("__name__")).partition(".")[0] in _INSIDE
-            known = _inside[id(code)] = inside, code
+            known = insides[id(code)] = inside, code
         if not known[0]:
             break
         frame = back

@@ -35,9 +35,9 @@ SLOTS = 64  # windows of a team and node that can exist at once: each takes thre
 KEPT = 2**30  # bytes of the windows that nobody holds, at most, beside the one in use
 SPARE = 8  # such windows, at most: programs may open 1,024 descriptors
 _FREE, _HELD, _FORKED, _LEFT = range(4)  # a rank's use of a window; the last two if a child process may hold it, too
-_PAGEMAP = "/proc/self/pagemap"
+PAGEMAP = "/proc/self/pagemap"
 _CHUNK = 2**20  # bytes of it that are read at once
-_PIECE = 2**24  # bytes of memory that are taken at once: some milliseconds
+PIECE = 2**24  # bytes of memory that are taken at once: some milliseconds
 _PRESENT, _SWAPPED, _SHARED = 0x80, 0x40, 0x20  # bits of the last byte of an entry of 8
 _ALL_HELD = f"{SLOTS} windows are held already"
 
@@ -104,8 +104,8 @@ class SharedBlock:
     def allocate(self, start: int, length: int) -> None:
         """Take memory for these bytes now: where it is short, that is an OSError here, and not a SIGBUS later."""
         # In pieces: until it is done, an older kernel begins anew after each signal, such as those of a profiler.
-        for at in range(start, start + length, _PIECE):
-            os.posix_fallocate(self.fd, at, min(_PIECE, start + length - at))
+        for at in range(start, start + length, PIECE):
+            os.posix_fallocate(self.fd, at, min(PIECE, start + length - at))
 
     def memory(self) -> memoryview:
         """Return its bytes. All processes see writes to them."""
@@ -139,7 +139,7 @@ class SharedBlock:
 
 def _has_private_pages(start: int, nbytes: int) -> bool:
     """Whether a private mapping of a shared file has pages of this process's own; True where that is not known."""
-    with suppress(OSError), open(_PAGEMAP, "rb", buffering=0) as pagemap:
+    with suppress(OSError), open(PAGEMAP, "rb", buffering=0) as pagemap:
         at, end = (start // mmap.PAGESIZE * 8, -(-(start + nbytes) // mmap.PAGESIZE) * 8)
         while at < end:
             entries = np.frombuffer(os.pread(pagemap.fileno(), min(_CHUNK, end - at), at), np.uint8)[7::8]
@@ -212,7 +212,7 @@ class Windows:
     def __init__(self, comm: MPI.Intracomm, topology: Topology) -> None:
         self._comm, self._topology = comm, topology
         self._ranks, self._me = len(topology.local_ranks), topology.local_rank
-        self._slots: dict[int, _Slot] = {}
+        self.slots: dict[int, _Slot] = {}
         self._order: list[int] = []  # of the first rank: the windows, the one used last at the end
         self._control: SharedBlock | None = None
         self._serials = self._in_use = memoryview(b"")
@@ -242,7 +242,7 @@ class Windows:
         number = -1
         try:
             number = self._agree_on_slot(nbytes)
-            slot = self._slots[number]
+            slot = self.slots[number]
             self._allocate(slot, nbytes)
             slot.block.drop_private_pages()
             reason = None
@@ -262,9 +262,9 @@ class Windows:
         """Keep no windows any more. Windows with tensors on them stay until these are freed."""
         pool.remove(self)
         with self._lock:
-            for slot in self._slots.values():
+            for slot in self.slots.values():
                 slot.block.close()
-            self._slots.clear()
+            self.slots.clear()
         if self._control is not None:
             self._control.close()
             self._control = None
@@ -272,7 +272,7 @@ class Windows:
 
     def nbytes(self) -> int:
         """Return the bytes of memory that the windows of this node have."""
-        return sum(slot.allocated for n, slot in list(self._slots.items()) if self._serials[n] == slot.serial)
+        return sum(slot.allocated for n, slot in list(self.slots.items()) if self._serials[n] == slot.serial)
 
     def clear(self) -> None:
         """Free the windows that no rank holds. Only the first rank of the node can do so."""
@@ -298,18 +298,18 @@ class Windows:
         """Drop windows that no rank has held for some seconds, the latest last, until they have `most` bytes, there are
         SPARE of them, and there is space for another one."""
         now, unheld = time.monotonic(), self._unheld()
-        kept = sum(self._slots[number].block.nbytes for number in unheld)
+        kept = sum(self.slots[number].block.nbytes for number in unheld)
         for left, number in zip(range(len(unheld), 0, -1), unheld, strict=True):
-            slot = self._slots[number]
+            slot = self.slots[number]
             slot.idle = now if slot.idle is None else slot.idle
-            if (kept > most or left > SPARE or len(self._slots) >= SLOTS) and now - slot.idle >= idle:
+            if (kept > most or left > SPARE or len(self.slots) >= SLOTS) and now - slot.idle >= idle:
                 kept -= slot.block.nbytes
                 self._drop(number)
 
     def _unheld(self) -> list[int]:
         """Return the windows that no rank holds, the latest last; forget those that only children read."""
         found = []
-        for number in [number for number in self._order if number in self._slots]:
+        for number in [number for number in self._order if number in self.slots]:
             users = bytes(self._in_use[number * self._ranks : (number + 1) * self._ranks])
             if not any(users):
                 found.append(number)
@@ -319,7 +319,7 @@ class Windows:
 
     def forked(self) -> None:
         """Never reuse the windows that this rank holds now, because a child process may read them."""
-        for number in list(self._slots):  # another thread may make a window meanwhile
+        for number in list(self.slots):  # another thread may make a window meanwhile
             at = number * self._ranks + self._me
             if self._in_use[at] == _HELD:
                 self._in_use[at] = _FORKED
@@ -355,7 +355,7 @@ class Windows:
             try:
                 with self._lock:
                     first = self._choose(nbytes)
-                slot = self._slots[first]
+                slot = self.slots[first]
                 chosen = first, slot.serial, slot.block.nbytes, address(slot.block.fd)
             except OSError as error:
                 failed = error
@@ -366,39 +366,39 @@ class Windows:
             raise OSError("the first rank of the node has no window")
         number, serial, capacity, there = chosen
         with self._lock:
-            for old in [n for n, slot in self._slots.items() if self._serials[n] != slot.serial]:
-                self._slots.pop(old).block.close()
-        if number not in self._slots:
-            self._slots[number] = _Slot(serial, SharedBlock(capacity, opened(there)))
+            for old in [n for n, slot in self.slots.items() if self._serials[n] != slot.serial]:
+                self.slots.pop(old).block.close()
+        if number not in self.slots:
+            self.slots[number] = _Slot(serial, SharedBlock(capacity, opened(there)))
         return number
 
     def _choose(self, nbytes: int) -> int:
         """Choose a window that no rank holds, or make one; return its number. All ranks of the node then hold it."""
         capacity = _capacity(nbytes)
-        same = [number for number in self._unheld() if self._slots[number].block.nbytes == capacity]
+        same = [number for number in self._unheld() if self.slots[number].block.nbytes == capacity]
         found = same[-1] if same else None
         if found is None:
             self._drop_unheld(0 if nbytes > machine.available() else KEPT)
-            found = next((number for number in range(SLOTS) if number not in self._slots), None)
+            found = next((number for number in range(SLOTS) if number not in self.slots), None)
             if found is None:
                 raise OSError(_ALL_HELD)
             self._made += 1
-            self._slots[found] = _Slot(self._made, SharedBlock(capacity))
+            self.slots[found] = _Slot(self._made, SharedBlock(capacity))
             self._serials[found] = self._made
-        if self._slots[found].allocated < nbytes:  # all of it, before any rank takes its part
+        if self.slots[found].allocated < nbytes:  # all of it, before any rank takes its part
             try:
-                _check_memory(nbytes - self._slots[found].allocated)
+                _check_memory(nbytes - self.slots[found].allocated)
             except OSError:
                 self._drop(found)
                 raise
         self._in_use[found * self._ranks : (found + 1) * self._ranks] = bytes([_HELD]) * self._ranks
-        self._slots[found].idle = None
-        self._order = [number for number in self._order if number != found and number in self._slots] + [found]
+        self.slots[found].idle = None
+        self._order = [number for number in self._order if number != found and number in self.slots] + [found]
         return found
 
     def _drop(self, number: int, memory_too: bool = True) -> None:
         """Forget a window that no rank holds; the other ranks do so at the next call."""
-        slot = self._slots.pop(number)
+        slot = self.slots.pop(number)
         self._serials[number] = 0
         self._in_use[number * self._ranks : (number + 1) * self._ranks] = bytes(self._ranks)
         if memory_too:

@@ -377,7 +377,7 @@ def _part_name(name: str) -> str:
     A long name is cut: a file's name has 255 bytes at most.
     """
     pid = os.getpid()
-    tag = f"{_digest(name)}{_system()}{pid:08x}{_started(pid)}{secrets.token_hex(4)}"
+    tag = f"{_digest(name)}{own_system()}{pid:08x}{start_of(pid)}{secrets.token_hex(4)}"
     return f"{_stem(name)}{tag}.part"
 
 
@@ -389,12 +389,12 @@ def _digest(text: str) -> str:
     return blake2b(text.encode(errors="surrogateescape"), digest_size=4).hexdigest()
 
 
-def _system() -> str:
+def own_system() -> str:
     """A digest that identifies this host and container: the processes that this one can see."""
     return _digest(Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid"))
 
 
-def _started(pid: int) -> str:
+def start_of(pid: int) -> str:
     """A digest of when a process started, which its number alone does not identify; of 0 if it does not exist."""
     return _digest(str(started(pid)))
 
@@ -419,9 +419,9 @@ def _is_dead(part: Path, fd: int) -> bool:
     if not part.exists() or not os.path.samestat(os.fstat(fd), os.lstat(part)):
         return False  # it has been renamed, or another process has taken it over
     system, pid, started = part.stem[-32:-24], int(part.stem[-24:-16], 16), part.stem[-16:-8]
-    if system != _system():
+    if system != own_system():
         return time.time() - os.fstat(fd).st_mtime > _GRACE
-    return part.name not in _held if pid == os.getpid() else started != _started(pid)
+    return part.name not in _held if pid == os.getpid() else started != start_of(pid)
 
 
 def _look_like(fd: int, old: os.stat_result, path: Path) -> None:

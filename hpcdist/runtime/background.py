@@ -166,7 +166,7 @@ def check_threads() -> None:
     """
     from mpi4py import MPI
 
-    if _thread_level() < MPI.THREAD_MULTIPLE:
+    if thread_level() < MPI.THREAD_MULTIPLE:
         raise HpcdistError(
             "HD113",
             "asynchronous calls need an MPI that was initialised with MPI_THREAD_MULTIPLE, which is mpi4py's default "
@@ -174,7 +174,7 @@ def check_threads() -> None:
         )
 
 
-def _thread_level() -> int:
+def thread_level() -> int:
     """Return the thread level that MPI was initialised with."""
     from mpi4py import MPI
 
@@ -188,7 +188,7 @@ def prepare(team: Team) -> None:
     """
     from mpi4py import MPI
 
-    if team.size > 1 and _thread_level() >= MPI.THREAD_MULTIPLE:
+    if team.size > 1 and thread_level() >= MPI.THREAD_MULTIPLE:
         team.background.worker.start()
 
 

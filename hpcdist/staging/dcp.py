@@ -322,7 +322,7 @@ class HDF5Writer(_OneFile, StorageWriter):
                     kind = f"{properties.dtype} with layout {properties.layout}"
                     raise refusal(ValueError, "HD418", f"{name!r} is of {kind}, which cannot be stored")
                 shape_and_dtype(name, (data.size, properties.dtype), self._options.window)
-        return replace(plan, storage_data=_host())
+        return replace(plan, storage_data=host_identity())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Lay out the file, on the coordinator, and return the place of each rank's data.
@@ -411,7 +411,7 @@ class HDF5Writer(_OneFile, StorageWriter):
             end()
 
 
-def _host() -> str:
+def host_identity() -> str:
     """Return the identity of this host, which all processes share that use its cache of files."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 

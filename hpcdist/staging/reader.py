@@ -186,9 +186,9 @@ class TensorReader:
         else:
             limit = max(1, self.window // (2 * out.itemsize))  # the library has a copy of its own
             for part in layout.boxes(box, limit):
-                bits(out)[part.slices(box.offset)].copy_(bits(self._by_library(part)))
+                bits(out)[part.slices(box.offset)].copy_(bits(self.by_library(part)))
 
-    def _by_library(self, box: Box) -> Tensor:
+    def by_library(self, box: Box) -> Tensor:
         """Read a box by the format's library, of the file that is open, even if another one has its name by now."""
         fd, path = self.fd, f"/proc/self/fd/{self.fd}"
         try:

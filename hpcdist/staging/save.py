@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 VERB = "staging.save"
 
-_flights: dict[futures.Future[None], _Flight] = {}  # saves in the background, of this process, in order of the calls
+flights: dict[futures.Future[None], _Flight] = {}  # saves in the background, of this process, in order of the calls
 
 
 @overload
@@ -195,8 +195,8 @@ def _save_later(team: Team, given: dict[str, Any], buffer: Any) -> Handle[None]:
     team.calls[True] += 1
     flight = _Flight(team, place, nbytes, submit(team, VERB, lambda team: _save(team, checked)))
     future = flight.handle._future
-    _flights[future] = flight
-    future.add_done_callback(_flights.pop)  # no closure, which would hold the handle as long as the future lives
+    flights[future] = flight
+    future.add_done_callback(flights.pop)  # no closure, which would hold the handle as long as the future lives
     if not copied:
         flight.wait()
     return flight.handle
@@ -374,7 +374,7 @@ def wait_for(path: Any, after: Team | None = None) -> None:
     """
     join_uploads()
     place = _place(path)
-    for flight in list(_flights.values()):
+    for flight in list(flights.values()):
         at = flight.place
         if flight.team is not after and at and place in (at, os.path.dirname(at), safetensors.index_of(at)):
             flight.wait()
@@ -402,8 +402,8 @@ def _copied(tensors: Mapping[str, Tensor], buffer: int) -> Mapping[str, Tensor]:
     """Copy tensors to host memory, pinned for GPU tensors, when the copies of earlier saves leave room in `buffer`
     bytes. If there is no memory for copies, return the tensors themselves."""
     needed = sum(x.nbytes for x in tensors.values())
-    for flight in list(_flights.values()):
-        if needed + sum(other.nbytes for other in list(_flights.values()) if not other.handle.done()) <= buffer:
+    for flight in list(flights.values()):
+        if needed + sum(other.nbytes for other in list(flights.values()) if not other.handle.done()) <= buffer:
             break
         flight.wait()
     if needed > buffer:
@@ -421,4 +421,4 @@ def _copied(tensors: Mapping[str, Tensor], buffer: int) -> Mapping[str, Tensor]:
     return copies
 
 
-os.register_at_fork(after_in_child=_flights.clear)  # the saves are the parent's
+os.register_at_fork(after_in_child=flights.clear)  # the saves are the parent's

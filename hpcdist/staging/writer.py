@@ -191,7 +191,7 @@ class RankWriter:
             if head or tail:
                 file.edges.add(cut, head, tail)
             update(head)
-            left = left and _holds(file.fd, begin, body)
+            left = left and holds(file.fd, begin, body)
             if left:
                 update(body)
             else:
@@ -327,7 +327,7 @@ class FileWriter(RankWriter):
         self.commit() if error is None else self.drop()
 
 
-def _holds(fd: int, place: int, data: memoryview) -> bool:
+def holds(fd: int, place: int, data: memoryview) -> bool:
     """Whether a file holds these bytes there."""
     blocks = ((at, data[at : at + _COMPARED]) for at in range(0, len(data), _COMPARED))
     return all(os.pread(fd, len(block), place + at) == block for at, block in blocks)

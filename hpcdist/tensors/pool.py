@@ -42,7 +42,7 @@ _HUGE = 2**22  # bytes from which huge pages are asked for, as numpy does: these
 _libc = ctypes.CDLL(None)
 
 
-def _advise(address: int, nbytes: int, advice: int) -> None:
+def advise(address: int, nbytes: int, advice: int) -> None:
     """Advise the kernel on the whole pages of a range of memory. Other threads run meanwhile."""
     begin, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
@@ -69,7 +69,7 @@ class PoolBlock:
         self.lazy = False
         self._alone = self._references()
         if nbytes >= _HUGE:
-            _advise(self.address, nbytes, mmap.MADV_HUGEPAGE)
+            advise(self.address, nbytes, mmap.MADV_HUGEPAGE)
 
     def _references(self) -> tuple[int, int]:
         """Return the numbers of C++ and of Python references to the storage.
@@ -230,7 +230,7 @@ class Pool:
             address, nbytes, storage = due.pop()
             # The kernel takes them when memory is short, also that of a control group; until then they are written
             # again without page faults.
-            _advise(address, nbytes, mmap.MADV_FREE)
+            advise(address, nbytes, mmap.MADV_FREE)
             del storage  # only now may the block be used again
         return left
 
@@ -266,7 +266,7 @@ class Cache(Protocol):
     def sweep(self, idle: float) -> bool: ...
 
 
-_pool = Pool(0)
+current = Pool(0)
 _others: dict[int, Cache] = {}  # any thread may add and remove, because list() of it is one step
 
 
@@ -299,8 +299,8 @@ def limit_of(text: str | None, share: int) -> int:
 
 def start(limit: int) -> None:
     """Begin with an empty pool of at most `limit` bytes; 0 for none."""
-    global _pool
-    _pool = Pool(limit)
+    global current
+    current = Pool(limit)
 
 
 def stop() -> None:
@@ -319,7 +319,7 @@ os.register_at_fork(after_in_child=_forget)
 
 def sweep() -> bool:
     """Let the kernel take blocks idle for some seconds; return whether to call this again in about a second."""
-    return any([_pool.sweep(IDLE), *(other.sweep(IDLE) for other in list(_others.values()))])
+    return any([current.sweep(IDLE), *(other.sweep(IDLE) for other in list(_others.values()))])
 
 
 def empty_cache() -> None:
@@ -336,7 +336,7 @@ def empty_cache() -> None:
         >>> hd.memory.memory_stats()["idle_bytes"]
         0
     """
-    _pool.clear()
+    current.clear()
     for other in list(_others.values()):
         other.clear()
 
@@ -366,7 +366,7 @@ def memory_stats() -> dict[str, int | str]:
         >>> hd.memory.memory_stats()["in_use_bytes"]
         67108864
     """
-    return _pool.stats() | {"window_bytes": sum(other.nbytes() for other in list(_others.values()))}
+    return current.stats() | {"window_bytes": sum(other.nbytes() for other in list(_others.values()))}
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, fixed: bool = False) -> Tensor:
@@ -378,18 +378,18 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, 
         fixed: whether its storage need not be resizable: it never is after ``Tensor.numpy()``.
     """
     nbytes = prod(shape) * dtype.itemsize
-    pooled = nbytes >= LEAST and _pool.limit and torch.device(device).type == "cpu" and not _observed()
-    x = _pool.take(nbytes, shape, dtype, fixed) if pooled else None
+    pooled = nbytes >= LEAST and current.limit and torch.device(device).type == "cpu" and not _observed()
+    x = current.take(nbytes, shape, dtype, fixed) if pooled else None
     if x is None:
         x = torch.empty(shape, dtype=dtype, device=device)
         if pooled and nbytes >= _HUGE:
-            _advise(x.data_ptr(), nbytes, mmap.MADV_HUGEPAGE)
+            advise(x.data_ptr(), nbytes, mmap.MADV_HUGEPAGE)
     return x
 
 
 def holds(nbytes: int, device: torch.device) -> bool:
     """Return whether the pool has blocks for results of `nbytes` on a device; see empty()."""
-    return LEAST <= nbytes <= _pool.limit and not _pool.problem and device.type == "cpu"
+    return LEAST <= nbytes <= current.limit and not current.problem and device.type == "cpu"
 
 
 def _observed() -> bool:

@@ -38,7 +38,7 @@ DTYPES: dict[torch.dtype, int] = {
 BARE = frozenset(getattr(torch, name) for name in _BARE if hasattr(torch, name))
 """The supported dtypes that torch cannot even copy on some device."""
 _KINDS = (Tensor, torch.nn.Parameter)  # other classes have state or meaning besides their memory
-_NAMED = hasattr(Tensor, "has_names")  # torch has names until 2.12
+NAMED = hasattr(Tensor, "has_names")  # torch has names until 2.12
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -49,7 +49,7 @@ def problem(x: Tensor) -> str | None:
     if type(x) not in _KINDS:
         name = f"{type(x).__module__}.{type(x).__qualname__}"
         return f"is a {name}, of which only the memory would be sent: pass its tensors (of a DTensor, x.to_local())"
-    if _NAMED and x.has_names():  # type: ignore[attr-defined]
+    if NAMED and x.has_names():  # type: ignore[attr-defined]
         return "has named dims, whose names would be lost: pass x.rename(None)"
     if x.layout is not torch.strided or x.is_quantized or x.is_nested:
         kind = " (quantized)" if x.is_quantized else " (nested)" if x.is_nested else ""
@@ -112,7 +112,7 @@ def is_plain(x: Any, gpu: bool = False) -> bool:
         and x.untyped_storage().nbytes() >= (x.storage_offset() + x.numel()) * x.itemsize
         and not (x.requires_grad or x.is_conj() or x.is_neg())
         and torch_names.forward_level() < 0
-        and not (_NAMED and x.has_names())  # type: ignore[attr-defined]
+        and not (NAMED and x.has_names())  # type: ignore[attr-defined]
     )
 
 
@@ -192,7 +192,7 @@ class Scratch:
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
-        self._held: list[Tensor] = []
+        self.held: list[Tensor] = []
         self._next = 0
 
     def reset(self) -> None:
@@ -202,12 +202,12 @@ class Scratch:
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Take a contiguous buffer; its contents are undefined."""
         nbytes = prod(shape) * dtype.itemsize
-        if self._next == len(self._held):
-            self._held.append(torch.empty(0, dtype=torch.uint8, device="cpu"))
-        if self._held[self._next].numel() < nbytes:
-            self._held[self._next] = accelerator.host_buffer(nbytes, self._pinned)
+        if self._next == len(self.held):
+            self.held.append(torch.empty(0, dtype=torch.uint8, device="cpu"))
+        if self.held[self._next].numel() < nbytes:
+            self.held[self._next] = accelerator.host_buffer(nbytes, self._pinned)
         self._next += 1
-        return self._held[self._next - 1][:nbytes].view(dtype).view(shape)
+        return self.held[self._next - 1][:nbytes].view(dtype).view(shape)
 
     def on_host(self, x: Tensor) -> Tensor:
         """Return `x` in contiguous host memory: `x` itself if it is already there, else one copy."""

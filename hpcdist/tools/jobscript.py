@@ -402,12 +402,12 @@ def pmi(shape: Shape) -> str:
         return PMI_OF_IMAGES
     if shape.apptainer:
         return "default"
-    library = _printed([sys.executable, "-c", _VENDOR]).strip()
-    listed = re.findall(r"\w+", _printed(["srun", "--mpi=list"]))
+    library = printed([sys.executable, "-c", _VENDOR]).strip()
+    listed = re.findall(r"\w+", printed(["srun", "--mpi=list"]))
     return next((one for one in PMIS.get(library, OTHER_PMIS) if library and one in listed), "default")
 
 
-def _printed(command: list[str]) -> str:
+def printed(command: list[str]) -> str:
     """Return the output of a command; nothing if it fails or is not installed."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)

@@ -32,8 +32,8 @@ _VERBS = {
     "alltoallv": "redistribute",
     "nccl allgatherv": "concat",  # the only operation of route nccl that has several algorithms
 }
-_TOTALS = [2**14, 2**17, 2**20, 2**23, 2**26]  # bytes
-_HELD_OUT = [3 * 2**17, 2**22, 2**25]
+TOTALS = [2**14, 2**17, 2**20, 2**23, 2**26]  # bytes
+HELD_OUT = [3 * 2**17, 2**22, 2**25]
 _SKEWED = 100  # times the data of another rank, which rank 0 has in a check
 _SEGMENTS = {"ring": (2**18, 2**20, 2**22)}
 _ROUNDS = 20
@@ -57,8 +57,8 @@ def main(world: World, args: argparse.Namespace) -> int:
     found: dict[str, list[Rule]] = {operation: [] for operation in operations}
     samples, checks = list[Sample](), list[_Comparison]()
     skewed = team.size + 1
-    points = [(*point, False) for point in product(operations, _TOTALS, (1, skewed))]
-    points += [(*point, True) for point in product(operations, _HELD_OUT, (1, _SKEWED))]
+    points = [(*point, False) for point in product(operations, TOTALS, (1, skewed))]
+    points += [(*point, True) for point in product(operations, HELD_OUT, (1, _SKEWED))]
     points = [point for point in points if point[0] != "alltoallv" or point[2] == 1]
     for operation, total, times, held_out in progress(points, world, "tune"):
         case, sizes = _case(team, operation, total, times)

@@ -109,7 +109,7 @@ def test_bytes_and_result(findings, rank, size, monkeypatch):
     findings.check(taken() == before, "planning took memory")
     kept = hd.concat(large)
     findings.check(said.result == ("pool" if taken() != before else "new"), f"{said} {before} {taken()}")
-    monkeypatch.setattr(pool, "_pool", pool.Pool(0))
+    monkeypatch.setattr(pool, "current", pool.Pool(0))
     findings.check(hd.plan(hd.concat, large).result == "new", "the pool is switched off")
     del kept
 

@@ -418,7 +418,7 @@ def test_verify_reads_in_another_way(tmp_path):
         from hpcdist.formats import plain
         from hpcdist.staging.reader import TensorReader
         from hpcdist.staging.writer import RankWriter
-        read_runs, by_library, put = plain.Raw.read_runs, TensorReader._by_library, RankWriter.put
+        read_runs, by_library, put = plain.Raw.read_runs, TensorReader.by_library, RankWriter.put
         def misread(self, fd, box, out):
             read_runs(self, fd, box, out)
             plain.memory(out)[:1] = b"?"
@@ -432,7 +432,7 @@ def test_verify_reads_in_another_way(tmp_path):
                 (misread, misread_by_library, put),
                 (read_runs, by_library, lambda self, i, row, piece: put(self, i, row, piece.flip(0))),
             ):
-                plain.Raw.read_runs, TensorReader._by_library, RankWriter.put = read, library, write
+                plain.Raw.read_runs, TensorReader.by_library, RankWriter.put = read, library, write
                 for suffix in (".npy", ".npz", ".pt", ".safetensors", ".h5"):
                     for what, *args in (
                         ("gather", "-o", "y.npy"), ("gather", "-o", "y.h5"), ("gather",), ("concat",),

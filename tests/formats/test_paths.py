@@ -157,11 +157,11 @@ def test_two_writers_where_locks_do_nothing(code, keep, monkeypatch):
 @pytest.mark.filterwarnings("ignore:.*may still be written by another host")
 def test_whose_part_it_is(monkeypatch):
     """One of a process that is gone is taken at once; one of another system when it has rested."""
-    for system, age, dead in ((paths._system(), 0, True), ("0" * 8, 0, False), ("0" * 8, 1000, True)):
+    for system, age, dead in ((paths.own_system(), 0, True), ("0" * 8, 0, False), ("0" * 8, 1000, True)):
         with monkeypatch.context() as patch:
             patch.setattr(os, "getpid", lambda: 2**22 + 1)  # more than there can be
-            patch.setattr(paths, "_started", lambda pid: "1" * 8)
-            patch.setattr(paths, "_system", lambda: system)  # noqa: B023
+            patch.setattr(paths, "start_of", lambda pid: "1" * 8)
+            patch.setattr(paths, "own_system", lambda: system)  # noqa: B023
             left = Commit("x", keep=True)
             left.part.write_text("half")
             os.utime(left.part, (time.time() - age,) * 2)

@@ -31,7 +31,7 @@ def change_settings(patch, world, **changes):
 
 def windows_of(group=None):
     """The bytes that each window of a team takes."""
-    return [os.fstat(slot.block.fd).st_blocks * 512 for slot in list(team_of(group).windows._slots.values())]
+    return [os.fstat(slot.block.fd).st_blocks * 512 for slot in list(team_of(group).windows.slots.values())]
 
 
 def assert_on_all_ranks(comm, condition, message=""):

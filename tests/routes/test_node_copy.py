@@ -155,7 +155,7 @@ def test_memory_of_a_node_is_that_of_one_result(world):
 def test_what_a_rank_writes_in_place_no_other_rank_sees(findings, world, rank, size, kernel, monkeypatch):
     """Nor does it see that itself in a later result; whatever the kernel tells of a process's own pages."""
     if kernel == "closed":
-        monkeypatch.setattr(node_memory, "_PAGEMAP", "/nowhere")
+        monkeypatch.setattr(node_memory, "PAGEMAP", "/nowhere")
     for turn in range(3):
         whole = _shared(world, turn)
         address = whole.data_ptr()

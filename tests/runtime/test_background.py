@@ -88,7 +88,7 @@ def test_an_mpi_without_threads(world, monkeypatch):
     """Said at once, and not found out by a crash."""
     from mpi4py import MPI
 
-    monkeypatch.setattr(handles, "_thread_level", lambda: MPI.THREAD_SERIALIZED)
+    monkeypatch.setattr(handles, "thread_level", lambda: MPI.THREAD_SERIALIZED)
     for step in (lambda: hd.concat(torch.ones(1), async_op=True), lambda: hd.irecv(), lambda: hd.isend(1, 0)):
         with pytest.raises(hd.HpcdistError, match="MPI_THREAD_MULTIPLE"):
             step()

@@ -19,7 +19,7 @@ from hpcdist import staging
 from hpcdist.formats import plain
 from hpcdist.formats.safetensors import SAFETENSORS
 from hpcdist.runtime import background
-from hpcdist.staging.save import _flights
+from hpcdist.staging.save import flights
 from hpcdist.tensors.storage import bits
 
 mpi = pytest.mark.mpi
@@ -40,7 +40,7 @@ def gate(monkeypatch):
 
 
 def flying():
-    return [flight for flight in list(_flights.values()) if not flight.handle.done()]
+    return [flight for flight in list(flights.values()) if not flight.handle.done()]
 
 
 def some(world, dtypes=DTYPES):
@@ -207,7 +207,7 @@ def test_a_failure_is_raised_by_wait(suffix, world, size, findings, folder, monk
         findings.same(staging.load(path, "data", dim=None), old.repeat(size), "the old file")
     staging.save(path, new, async_op=True).wait()
     findings.same(staging.load(path, "data", dim=None), new.repeat(size), "a new one")
-    monkeypatch.setattr(background, "_thread_level", lambda: 0)
+    monkeypatch.setattr(background, "thread_level", lambda: 0)
     with pytest.raises(hd.HpcdistError, match="MPI_THREAD_MULTIPLE"):
         staging.save(folder / "y.h5", new, async_op=True)
     holds(world, folder, path.name)

@@ -284,7 +284,7 @@ def test_resume(dim, name, driver, world, last, rank, folder, monkeypatch):
     with monkeypatch.context() as patch:
         if is_last:
             unreadable = Mock(side_effect=OSError(errno.EIO, "unreadable"))
-            patch.setattr(sys.modules["hpcdist.staging.writer"], "_holds", unreadable)
+            patch.setattr(sys.modules["hpcdist.staging.writer"], "holds", unreadable)
         refused(world, "unreadable", resume, ranks=[last])
     resume()
     twice = again & {*calls[:4]}

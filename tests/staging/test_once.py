@@ -36,7 +36,7 @@ def test_other_memory(comm, findings, world, rank, folder, monkeypatch):
         options = {"window": size, "verify": verify, "group": comm}
         findings.check(staging.load(path, "a", dim=None, out=out, **options) is out, "out")
         findings.same(out, LARGE, options)
-        held = [sum(x.numel() for x in scratch._held) for scratch in scratches]
+        held = [sum(x.numel() for x in scratch.held) for scratch in scratches]
         findings.check(held and max(held) <= size, (options, held))
         scratches.clear()
     tensors["a"] = LARGE.tensor_split(world.world_size, 1)[rank]
@@ -77,7 +77,7 @@ def test_bytes_read_and_sent(options, comm, findings, world, size, folder, monke
         monkeypatch.setattr(place, name, counted)
 
     count(plain, "read_at", 0, lambda found, fd, offset, into, *_: len(into))
-    count(TensorReader, "_by_library", 0, lambda found, *_: found.nbytes)
+    count(TensorReader, "by_library", 0, lambda found, *_: found.nbytes)
     count(mpi.Mpi, "exchange", 1, lambda found, route, team, sends, *_: sum(x.nbytes for _, x in sends))
     whole = options.get("dim", 0) is None
     for name in ("x.h5", "z.h5")[: 1 + whole]:

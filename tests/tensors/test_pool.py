@@ -34,14 +34,14 @@ CALLS = 6
 def own(monkeypatch):
     """A pool of 64 MiB, instead of the world's."""
     found = pool.Pool(64 * MIB)
-    monkeypatch.setattr(pool, "_pool", found)
+    monkeypatch.setattr(pool, "current", found)
     assert found.problem == ""
     yield found
     monkeypatch.undo()
 
 
 def _pool():
-    return pool._pool
+    return pool.current
 
 
 def _new(nbytes=MIB):
@@ -303,7 +303,7 @@ def test_a_block_does_not_serve_while_the_kernel_frees_it(own, monkeypatch):
         taken = _new()
         served.append((start, taken.data_ptr()))
 
-    monkeypatch.setattr(pool, "_advise", advise)
+    monkeypatch.setattr(pool, "advise", advise)
     own.sweep(0.0)
     assert [start for start, _ in served] == [address]
     assert served[0][1] != address
@@ -355,7 +355,7 @@ def test_a_torch_that_counts_otherwise(monkeypatch):
         pool.problem.cache_clear()
         with monkeypatch.context() as patch:
             patch.setattr(torch_names, "references_of_storage", count)
-            patch.setattr(pool, "_pool", made := pool.Pool(64 * MIB))
+            patch.setattr(pool, "current", made := pool.Pool(64 * MIB))
             assert "count" in made.problem
             x = _new(2 * MIB)
             assert x.numel() == 2 * MIB and hd.memory.memory_stats()["num_allocations"] == 0

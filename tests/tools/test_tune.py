@@ -29,7 +29,7 @@ PROGRAM = """
         return [Timing(c.name, 1, [1e-3 * x for x in shares.get(c.name, [1] * 5)]) for c in contenders]
 
     def run(totals, held_out, *words):
-        tune._TOTALS, tune._HELD_OUT = totals, held_out
+        tune.TOTALS, tune.HELD_OUT = totals, held_out
         sys.argv = ["tune", *words]
         try:
             tune.run(tune.parser(), tune.main)

@@ -50,7 +50,7 @@ _KEPT = (
     "GLOO_SOCKET_", "OMP_", "HDF5_", "HPCDIST_", "MPI4PY_RC_", "TMPDIR", "SLURM_CPU_BIND", "UCX_TLS",
     "MPIR_CVAR_CH4_NETMOD",
 )  # fmt: skip
-_DEV = Path("/dev")
+DEV = Path("/dev")
 # File systems without a device that are local all the same; others without one are on the network.
 _LOCAL = (
     "tmpfs",
@@ -129,7 +129,7 @@ def software() -> Facts:
             "torch": torch.__version__,
             "numpy": numpy.__version__,
             "NCCL": accelerator.library_version() if dist.is_backend_available(accelerator.LIBRARY) else None,
-            "hpcdist": f"{__version__} of sources {_digest(Path(__file__).parents[2])}",
+            "hpcdist": f"{__version__} of sources {digest_of(Path(__file__).parents[2])}",
         },
         "prefix": sys.prefix,
         "environment": mount_of(sys.prefix),
@@ -137,7 +137,7 @@ def software() -> Facts:
     }
 
 
-def _digest(root: Path) -> str:
+def digest_of(root: Path) -> str:
     """Return a checksum of the sources of hpcdist: a checkout may change without its version."""
     return str(xxhash.xxh3_64_hexdigest(b"".join(path.read_bytes() for path in sorted(root.rglob("*.py")))))[:8]
 
@@ -160,7 +160,7 @@ def cores() -> Facts:
 
 def gpus() -> Facts:
     """Return the GPUs visible to this process, and the number of those of the node."""
-    gpu: Facts = {"in_node": len(list(_DEV.glob("nvidia[0-9]*"))), "gpus": []}
+    gpu: Facts = {"in_node": len(list(DEV.glob("nvidia[0-9]*"))), "gpus": []}
     try:
         gpu["gpus"] = [
             {"name": accelerator.properties(i).name, "id": accelerator.identity(i)} for i in range(accelerator.count())

@@ -49,8 +49,8 @@ _TEXT = 2**20  # bytes: larger files are no scripts
 _HOST = socket.gethostname()
 MANIFEST = ".stage_env"  # name of a file in the copy that is not the source's own
 _THREADS = 16  # a shared file system answers each request late, but many at once
-_BATCH, _AHEAD = 64, 2**18  # files whose first bytes are read ahead of their turn, and how many bytes
-_CHUNK = 2**20  # bytes that are read at once
+_BATCH, AHEAD = 64, 2**18  # files whose first bytes are read ahead of their turn, and how many bytes
+CHUNK = 2**20  # bytes that are read at once
 _KINDS = {stat.S_IFREG: tarfile.REGTYPE, stat.S_IFDIR: tarfile.DIRTYPE, stat.S_IFLNK: tarfile.SYMTYPE}
 
 
@@ -127,7 +127,7 @@ class Packer:
             with ThreadPoolExecutor(_THREADS) as threads:
                 for start in range(0, len(self._entries), _BATCH):
                     batch = self._entries[start : start + _BATCH]
-                    for (path, info), file in zip(batch, threads.map(_opened, batch), strict=True):
+                    for (path, info), file in zip(batch, threads.map(opened, batch), strict=True):
                         if file is not None:
                             with file:
                                 yield info.tobuf(tarfile.GNU_FORMAT)
@@ -141,8 +141,8 @@ class Packer:
 
 
 def _contents(path: str, file: IO[bytes], size: int) -> Iterator[bytes]:
-    for left in range(size, 0, -_CHUNK):
-        wanted = min(left, _CHUNK)
+    for left in range(size, 0, -CHUNK):
+        wanted = min(left, CHUNK)
         data = file.read(wanted)
         if len(data) < wanted:
             raise _changed(path)
@@ -150,12 +150,12 @@ def _contents(path: str, file: IO[bytes], size: int) -> Iterator[bytes]:
     yield bytes(-size % tarfile.BLOCKSIZE)
 
 
-def _opened(entry: Entry) -> IO[bytes] | None:
+def opened(entry: Entry) -> IO[bytes] | None:
     """Open a file, and read its first bytes; None of one that Python has compiled anew meanwhile."""
     if not entry.info.isreg():
         return io.BytesIO()
     with suppress(FileNotFoundError):
-        file = open(entry.path, "rb", buffering=_AHEAD)  # noqa: SIM115
+        file = open(entry.path, "rb", buffering=AHEAD)  # noqa: SIM115
         if os.fstat(file.fileno()).st_size == entry.info.size:
             file.peek()  # type: ignore[attr-defined]
             return file
@@ -347,7 +347,7 @@ def _send(
                     if not size:
                         return
                     piece, ahead = ahead.result(), thread.submit(_joined, tar)
-                    piece = _broadcast(comm, piece, size)
+                    piece = broadcast(comm, piece, size)
                     if xxhash.xxh3_128_digest(piece) != digest:
                         raise FileError("HD404", f"{_HOST}: the data were damaged in transit")
                     yield piece
@@ -364,7 +364,7 @@ def _send(
             objects.run_on_all(comm, VERB, partial(fail, error))  # in place of the next piece
 
 
-def _broadcast(comm: MPI.Intracomm, piece: bytes, size: int) -> bytes:
+def broadcast(comm: MPI.Intracomm, piece: bytes, size: int) -> bytes:
     """Return rank 0's bytes, of this size, on every rank. Collective over `comm`."""
     data = bytearray(piece if comm.rank == 0 else size)
     comm.Bcast(data)
@@ -404,7 +404,7 @@ class Copy:
     def __init__(self, store: Path, source: Source, job: str) -> None:
         self.folder = store / "_".join(filter(None, (source.digest[:16], job)))
         self._source = source
-        self._part, self._lock = store / f".part-{secrets.token_hex(8)}", -1
+        self.part, self._lock = store / f".part-{secrets.token_hex(8)}", -1
 
     def prepare(self) -> bool:
         """Return whether the copy is there, and all that was unpacked is as it was, by sizes and times.
@@ -422,7 +422,7 @@ class Copy:
         new = store / f".new-{secrets.token_hex(8)}"
         new.mkdir(0o700)
         self._lock = _locked(new)
-        new.rename(self._part)  # only now others would remove it, if it were not locked
+        new.rename(self.part)  # only now others would remove it, if it were not locked
         free = shutil.disk_usage(store).free
         if free < self._source.nbytes:
             text = f"{show_bytes(self._source.nbytes)} needed, {show_bytes(free)} free"
@@ -432,14 +432,14 @@ class Copy:
     def unpack(self, pieces: Iterator[bytes]) -> None:
         """Unpack the pieces of a tar of the source, with its paths corrected for the final folder."""
         moved = {old: str(self.folder / at) for old, at in self._source.prefixes}
-        unpack(pieces, str(self._part), relocation(moved), self._source.name)
+        unpack(pieces, str(self.part), relocation(moved), self._source.name)
 
     def finish(self) -> None:
         """List and rename the unpacked files. If another process was faster, its copy of the same source is used."""
         if self._lock >= 0:
-            (self._part / MANIFEST).write_text("\n".join(lines(scan(str(self._part), ""))))
+            (self.part / MANIFEST).write_text("\n".join(lines(scan(str(self.part), ""))))
             try:
-                os.rename(self._part, self.folder)
+                os.rename(self.part, self.folder)
             except OSError:
                 if not self.folder.is_dir():
                     raise
@@ -447,7 +447,7 @@ class Copy:
     def close(self) -> None:
         """Remove an incomplete copy."""
         if self._lock >= 0:
-            shutil.rmtree(self._part, ignore_errors=True)
+            shutil.rmtree(self.part, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
 

@@ -72,7 +72,7 @@ def test_the_mount_of_a_folder(monkeypatch):
 def test_gpus_as_torch_describes_them(tmp_path, monkeypatch):
     """Each by host, PCI address and UUID, of three on the node."""
     make(tmp_path, dict.fromkeys(("nvidia0", "nvidia1", "nvidia2", "nvidiactl"), ""))
-    monkeypatch.setattr(examine, "_DEV", tmp_path)
+    monkeypatch.setattr(examine, "DEV", tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     found = [
         SimpleNamespace(name="GPU", total_memory=1, uuid="0000", pci_domain_id=0, pci_bus_id=bus, pci_device_id=0)
@@ -116,9 +116,9 @@ def test_the_sources_of_hpcdist_by_their_contents(tmp_path):
     for name, change in (("a", ""), ("b", ""), ("c", "# changed\n")):
         (tmp_path / name / "doctor").mkdir(parents=True)
         (tmp_path / name / "doctor" / "x.py").write_text(f"x = 1\n{change}")
-        digests.append(examine._digest(tmp_path / name))
+        digests.append(examine.digest_of(tmp_path / name))
     assert digests[0] == digests[1] != digests[2]
-    assert examine.software()["versions"]["hpcdist"].endswith(f" {examine._digest(Path(hpcdist.__file__).parent)}")
+    assert examine.software()["versions"]["hpcdist"].endswith(f" {examine.digest_of(Path(hpcdist.__file__).parent)}")
 
 
 def test_a_doctor_that_is_interrupted_prints_no_traceback():

@@ -116,7 +116,7 @@ def mpi_type(text):
 
 def test_plain_with_a_container_does_not_ask_this_machine(monkeypatch, capsys):
     """The image brings the MPI library."""
-    monkeypatch.setattr(jobscript, "_printed", lambda command: "Cray MPICH" if "srun" not in command else "cray_shasta")
+    monkeypatch.setattr(jobscript, "printed", lambda command: "Cray MPICH" if "srun" not in command else "cray_shasta")
     for words, decided in (
         ("--plain", ["export SLURM_MPI_TYPE=cray_shasta"]),
         ("--plain --pyxis x", ["export SLURM_MPI_TYPE=pmix"]),

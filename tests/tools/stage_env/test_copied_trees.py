@@ -78,7 +78,7 @@ def test_what_programs_compile_does_not_count(name, tmp_path):
 
 
 def test_what_changes_while_it_is_read_is_an_error(tmp_path, monkeypatch):
-    file, opened = tmp_path / "data" / "file", stage._opened
+    file, opened = tmp_path / "data" / "file", stage.opened
     file.parent.mkdir()
     file.write_bytes(bytes(3000))
 
@@ -87,11 +87,11 @@ def test_what_changes_while_it_is_read_is_an_error(tmp_path, monkeypatch):
         os.truncate(file, 1000)
         return found
 
-    monkeypatch.setattr(stage, "_AHEAD", 100)
+    monkeypatch.setattr(stage, "AHEAD", 100)
     for change in (
         lambda: os.truncate(file, 2000),
         lambda: os.truncate(file, 4000),
-        lambda: monkeypatch.setattr(stage, "_opened", cutting),
+        lambda: monkeypatch.setattr(stage, "opened", cutting),
         file.unlink,
     ):
         packer = Packer(str(file.parent))

@@ -59,7 +59,7 @@ def test_what_a_killed_job_has_left_is_removed(packer, folder):
         source = Packer({str(folder.parents[2] / "env")!r}).source
         copy = Copy(open_folder({str(folder.parents[1])!r}), source, "killed")
         copy.prepare()
-        (copy._part / "half").touch()
+        (copy.part / "half").touch()
         print("done", flush=True)
         input()
         os._exit(9)

@@ -29,7 +29,7 @@ def staged(comm, shared, to):
 def shared(world, folder, monkeypatch):
     """A folder with "data", of several pieces; some files are larger than one."""
     monkeypatch.setattr(stage, "PIECE", PIECE)
-    monkeypatch.setattr(stage, "_CHUNK", 1 << 12)
+    monkeypatch.setattr(stage, "CHUNK", 1 << 12)
     if world.rank == 0:
         (folder / "data").mkdir()
         for number in range(FILES):
@@ -77,7 +77,7 @@ def test_a_full_disk_is_the_same_error_everywhere_and_leaves_nothing(world, shar
 @pytest.mark.parametrize("number", ["1", "39"])
 def test_what_cannot_be_read_is_the_same_error_everywhere(world, shared, to, number, monkeypatch):
     """A file in the middle or at the end, or a folder that one node lacks. The copies that were there stay."""
-    comm, new, opened = world.comm, to / "new", stage._opened
+    comm, new, opened = world.comm, to / "new", stage.opened
     done = staged(comm, shared, to)
     text = f"{new.parent.with_name('local0')}/new: no such folder"
     refused(world, text, staged, comm, shared, to if comm.rank else new, ranks=[0])
@@ -90,7 +90,7 @@ def test_what_cannot_be_read_is_the_same_error_everywhere(world, shared, to, num
     new.mkdir()
     comm.Barrier()
     with monkeypatch.context() as patch:
-        patch.setattr(stage, "_opened", broken)
+        patch.setattr(stage, "opened", broken)
         text = f"{shared}/data/{number}: cannot be read: Input/output error [HD402]"
         refused(world, text, staged, comm, shared, new if comm.rank else to)
     assert_on_all_ranks(comm, _holds(done, to) and (comm.rank == 0 or _left(new) == []))
@@ -108,8 +108,8 @@ def test_what_is_damaged_on_its_way_gets_no_name(world, shared, to, monkeypatch)
             piece[piece.index(BYTES[:50])] ^= 1
         return bytes(piece)
 
-    broadcast = stage._broadcast
-    monkeypatch.setattr(stage, "_broadcast", damaging)
+    broadcast = stage.broadcast
+    monkeypatch.setattr(stage, "broadcast", damaging)
     refused(world, "were damaged in transit [HD404]", staged, comm, shared, to)
     assert_on_all_ranks(comm, _left(to) == [], to)
 
