@@ -4,12 +4,8 @@ import hashlib
 import os
 
 import pytest
-import torch
-from cases import whole_of
 
 from hpcdist.formats import plain
-from hpcdist.formats.plain import Raw
-from hpcdist.layout import Box
 
 
 def test_blocks_and_their_checksum(tmp_path, monkeypatch):
@@ -32,20 +28,3 @@ def test_blocks_and_their_checksum(tmp_path, monkeypatch):
     assert {*blocks} == {7, 5}  # the last one is what is left
     for digest, of in ((written, data), (read, data[10:])):
         assert digest.digest() == hashlib.sha256(of).digest()
-
-
-def test_short_runs_are_read_together(tmp_path, monkeypatch):
-    """A column of many rows takes a few system calls, not one a row; and no more memory than the window."""
-    whole, preadv, calls = whole_of((1000, 8), torch.int64), os.preadv, []
-    (tmp_path / "x").write_bytes(whole.numpy().tobytes())
-
-    def counted(fd, buffers, offset):
-        calls.append(len(buffers[0]))
-        return preadv(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", counted)
-    out = torch.zeros(1000, 1, dtype=torch.int64)
-    with open(tmp_path / "x", "rb") as file:
-        Raw("", 0, (1000, 8), torch.int64).read(file.fileno(), Box((0, 3), (1000, 1)), out, 16_000)
-    assert torch.equal(out, whole[:, 3:4])
-    assert (len(calls), max(calls)) == (4, 16_000)

@@ -7,7 +7,6 @@ from math import prod
 import numpy as np
 import pytest
 import torch
-from strategies import Draw, layouts
 
 from hpcdist.layout import Block, Box, Boxes, Replicate, Split, balance, overlaps
 from hpcdist.tensors.dtensor import layout_of
@@ -19,22 +18,6 @@ def _places(shape):
 
 def _of(box, shape):
     return _places(shape)[box.slices()].ravel().tolist()
-
-
-@pytest.mark.parametrize("turn", range(300))
-def test_any_layout(turn):
-    """Its boxes, by numpy and torch; and it finds the whole from the parts."""
-    draw = Draw(turn)
-    size, shape = draw.randint(1, 9), tuple(draw.randint(0, 8) for _ in range(draw.randint(0, 3)))
-    made, parts = layouts(draw, shape, size, source=False)
-    boxes = made.boxes(shape, size)
-    assert [box.slices() for box in boxes if box.size()] == [
-        part for part, box in zip(parts, boxes, strict=True) if box.size()
-    ]
-    assert [box.size() for box in boxes] == [_places(shape)[part].size for part in parts]
-    if all(shape) and not isinstance(made, Boxes):
-        assert made.held([box.shape for box in boxes]) == (shape, boxes)
-    assert hash(made) == hash(type(made)(**vars(made))) and made == type(made)(**vars(made))
 
 
 def test_held_takes_the_extents_that_there_are():
@@ -85,19 +68,6 @@ def test_mistakes(make, told):
 def test_mistakes_of_type(wrong):
     with pytest.raises(TypeError):
         wrong()
-
-
-def _box(draw, shape):
-    low = tuple(draw.randrange(n) for n in shape)
-    return Box(low, tuple(draw.randrange(n - o + 1) for n, o in zip(shape, low, strict=True)))
-
-
-def test_without_takes_out_and_keeps_the_rest():
-    draw, shape = random.Random(5), (4, 5, 3)
-    for _ in range(300):
-        one, other = _box(draw, shape), _box(draw, shape)
-        rest = [place for part in one.without(other) for place in _of(part, shape)]
-        assert sorted(rest) == sorted(set(_of(one, shape)) - set(_of(other, shape)))
 
 
 def test_copies_are_shared_among_their_holders():

@@ -8,8 +8,6 @@ import torch.distributed as dist
 from launch import finished, mpirun, python, run
 from mpi4py import MPI
 
-from hpcdist.tensors.accelerator import shared_gpu
-
 HEAD = """
 import os, socket, sys, time
 import mpi4py
@@ -314,13 +312,6 @@ def test_worlds_one_after_the_other(np, scenarios):
     assert sorted(done.out.splitlines()) == sorted([*scenarios, "end"] * np), done
 
 
-def test_n_worlds_of_one_for_real():
-    """A launcher that this MPI library knows nothing of: every process stops with the explanation."""
-    done = run([*python(), "-c", "import hpcdist; hpcdist.init()"], env={"SLURM_NTASKS": "4", "SLURM_PROCID": "0"})
-    assert done.status == 1
-    assert "alone in its MPI world, but SLURM_NTASKS=4" in done.err
-
-
 @pytest.mark.once
 def test_too_few_files_are_refused_before_mpi_starts():
     """By a command in one line. And where MPI runs already: see above."""
@@ -360,9 +351,3 @@ def test_torchrun_for_real(tmp_path):
     assert done.status == 0, done.err
     assert done.out.count("alone in its MPI world, but WORLD_SIZE=2: torchrun") == 2
     assert done.out.count("torch.distributed was started before hpcdist.init() with 2 ranks, where MPI has 1.") == 2
-
-
-def test_ranks_that_share_a_gpu_are_named():
-    assert shared_gpu(["GPU-a", "GPU-b", None]) is None
-    text = shared_gpu(["GPU-a", "GPU-b", "GPU-a"])
-    assert "ranks 0 and 2 share one GPU (GPU-a)" in text and "backend='gloo'" in text

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-import hpcdist as hd
 from hpcdist import staging
 from hpcdist.errors import FileError
 from hpcdist.formats.contents import identity
@@ -190,17 +189,6 @@ def test_a_part_of_a_checkpoint(findings, world, folder, path, mesh):
     findings.same(got, whole, "of staging.save")
 
 
-def test_async_save_keeps_the_values_of_the_call(findings, path, mesh):
-    state = state_of(mesh, PLACEMENTS)
-    future = dcp.async_save(state, storage_writer=HDF5Writer(path))
-    for x in state["sharded"].values():
-        x.to_local().zero_()
-    state["values"]["step"] = 8
-    hd.concat(torch.ones(1))  # meanwhile, on this thread
-    future.result()
-    reload(findings, path, mesh)
-
-
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=["rows", "columns"])
 def test_damage_is_found(placement, world, path, mesh):
     """By the rank that reads it, whose name DCP gives, and in whole pieces without being asked."""
@@ -280,7 +268,7 @@ def test_what_a_failed_save_has_written_is_resumed(step, findings, world, last, 
 @several_ranks
 def test_ranks_on_several_hosts(findings, world, folder, path, mesh, monkeypatch):
     """No rank writes a page that it does not fill: the coordinator does, or says that there is too much of it."""
-    monkeypatch.setattr(hdf5_dcp, "_host", lambda: f"host {world.rank}")
+    monkeypatch.setattr(hdf5_dcp, "host_identity", lambda: f"host {world.rank}")
     write, page, filled = PartFile.write, os.stat(folder).st_blksize, []
 
     def checked(driver, place, data, digest=None):

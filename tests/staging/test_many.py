@@ -32,12 +32,3 @@ def test_a_table_of_pieces_in_any_order(findings, world, rank, folder):
             file.read("data", (20, 1), (1, 1), verify=True)
     got = staging.load(path, dim=1, verify=False)
     findings.same(got[:20], whole[:20].tensor_split(world.world_size, 1)[rank], "columns")
-
-
-def test_boxes_leave_out_pieces(findings, world, folder):
-    """The ranks share the reading of boxes in the middle of a tensor: its first and last rows are not read."""
-    whole, read = torch.arange(64 * 64).view(64, 64), []
-    staging.save(folder / "x.h5", whole, None, window=64 * 8)
-    got = staging.load(folder / "x.h5", box=((8, 3), (48, 47)), progress=read.append)
-    findings.same(got, whole[8:56, 3:50], "the box")
-    findings.check(world.comm.allreduce(sum(read)) == 48 * 64 * 8, read)

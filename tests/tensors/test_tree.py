@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import defaultdict, namedtuple
 from dataclasses import InitVar, dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from cases import DTYPES, SINGLES, STRIDES, copy_of, differs, same_bits, strides_for, whole_of
+from cases import differs
 from torch import Tensor
 
 from hpcdist.control import codec
@@ -110,36 +110,10 @@ def _round_trip(value, allow_pickle=False):
     return codec.rebuild(header.spec, lambda kind, i: tree.decode(kind, places[i], allow_pickle))
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        *SINGLES,
-        *(10**5000, -(10**5000), [], (), {}, ["x", 3], ["d", ["l"]], ("N", "a:b", 1), [[[[[]]]]]),
-        {"x": 0, "N": ["D"], 1: "one", 1.5: 2, None: 3, (1, ("a", None)): 5},
-        *(OrderedDict(b=1, a=[OrderedDict()]), Point(1, Point(None)), Pair("a", ()), Frozen([Frozen(1)])),
-        Sample([1], {"k": (2,)}, seed=9),
-    ],
-    ids=lambda value: f"{value!r:.30}" if value.__class__ is not int else f"{value % 2**70}",
-)
-def test_values(value):
-    assert differs(_round_trip(value), value) is None
-
-
-def test_tensors_of_every_kind():
-    found = []
-    for turn, dtype in enumerate(DTYPES):
-        for shape in [(), (0,), (3,), (2, 0, 4), (2, 3), (1, 1, 1, 1)]:
-            found.append(whole_of(shape, dtype, salt=turn))
-        found.extend(STRIDES[name](whole_of((3, 4), dtype)) for name in strides_for(dtype))
-        found.append(whole_of((message.SMALL // dtype.itemsize + turn,), dtype))
-    before = [copy_of(x) for x in found]
-    got = _round_trip(found)
-    assert len(got) == len(found)
-    for x, was, y in zip(found, before, got, strict=True):
-        assert same_bits(x, was)
-        assert same_bits(y, x)
-        assert y.is_contiguous() and not y.requires_grad
-        assert y.untyped_storage().nbytes() == y.nbytes  # memory of its own
+def test_values_that_the_property_test_does_not_draw():
+    """Integers that Python writes in no decimals, and fields that a class computes for itself."""
+    for value in (10**5000, -(10**5000), Sample([1], {"k": (2,)}, seed=9)):
+        assert _round_trip(value) == value
 
 
 def test_arrays_of_every_kind():
@@ -220,7 +194,7 @@ def test_what_is_more_than_its_memory():
 
 def test_named_dims_are_refused(monkeypatch):
     """In a torch that has them, before 2.13."""
-    monkeypatch.setattr(storage, "_NAMED", True)
+    monkeypatch.setattr(storage, "NAMED", True)
     monkeypatch.setattr(Tensor, "has_names", lambda x: True, raising=False)
     with pytest.raises(TypeError, match="x has named dims, whose names would be lost"):
         tree.flatten(torch.ones(2))

@@ -142,14 +142,6 @@ def test_ranks_that_wait_for_each_other():
     assert "each other" not in verdict(receives[0], chain(receives[0], team, reports), reports, team)
 
 
-def test_a_rank_that_waits_for_itself():
-    receive = CALL._replace(number=-1, text="recv() at train.py:9")
-    reports = {0: report(0, receive)}
-    said = verdict(receive, chain(receive, lambda team: [0], reports), reports, lambda team: [0])
-    assert "rank 0 waits for itself, in recv() at train.py:9: " in said
-    assert "each other" not in said
-
-
 def test_threads_that_use_one_group():
     """The record of three dcp.async_save at once, and that of one call in the background, which is none of these."""
 
@@ -212,7 +204,7 @@ def test_ranks_leave_the_users_pipes_alone():
 
 def test_what_is_kept_for_each_place_is_bounded():
     """A program may make its code as it runs."""
-    *kept, most = callsite._texts, callsite._inside, callsite._MOST_PLACES
+    *kept, most = callsite.texts, callsite.insides, callsite.MOST_PLACES
     for turn in range(most + 100):
         text = eval(compile("where('concat')", f"made-{turn}.py", "eval"), {"where": callsite.where})
         assert text.decode() == f"concat() at made-{turn}.py:1"
