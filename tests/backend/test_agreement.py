@@ -2,20 +2,17 @@
 
 import threading
 from itertools import permutations
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from collective import all_gather_single, assert_on_all_ranks, raises_on_all_ranks, reduce_scatter_single, several_ranks
-from launch import finished
 
 from hpcdist.backend.agreement import ArgumentsError
 from hpcdist.errors import RankError
 from hpcdist.runtime import registration
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-PROGRAM = str(Path(__file__).with_name("differing_calls.py"))
 SIZES = [1, 2**14]  # elements: 64 KiB of float32, which MPI sends when the receiver is there
 OTHERS = {
     "size": lambda x: torch.ones(len(x) + 1),
@@ -213,6 +210,9 @@ WRONG = {  # what one rank does, given the number of ranks, and the code of the 
     "splits": (lambda n: dist.all_to_all_single(torch.ones(n), torch.ones(n), [2] * n, [1] * n), "HD701"),
     "one place": (lambda n: dist.all_reduce(torch.ones(1).expand(4)), "HD202"),
     "an operation": (lambda n: dist.all_reduce(torch.ones(4), dist.ReduceOp.BOR), "HD701"),
+    "an average of bools": (lambda n: dist.all_reduce(torch.ones(2) > 0, dist.ReduceOp.AVG), "HD701"),
+    "another dtype": (lambda n: all_gather_single(torch.ones(2 * n, dtype=torch.int32), torch.ones(2)), "HD701"),
+    "a list too long to reduce": (lambda n: dist.reduce_scatter(torch.ones(2), [*torch.ones(n + 1, 2)]), "HD701"),
 }
 
 
@@ -245,7 +245,23 @@ def test_what_a_rank_does_not_write_needs_none(world, rank, size):
         assert_on_all_ranks(world.comm, mine.tolist() == [size if rank == root else 1.0] * 4, mine)
 
 
-@pytest.mark.once
-def test_also_in_torchs_own_wrapper():
-    job = finished(3, PROGRAM, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
-    assert job.out.count("survived") == 3
+@several_ranks
+def test_also_in_torchs_own_wrapper(world, rank, size):
+    """That of TORCH_DISTRIBUTED_DEBUG=DETAIL, which from torch 2.14 on compares, in its own words."""
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    group = dist.new_group()
+    dist.set_debug_level(level)
+    splits = [1 + (rank == 1), *[1] * (size - 1)]
+    for call in (
+        lambda x: dist.all_reduce(x, group=group),
+        lambda x: dist.gather(x, [torch.ones(1)] * size if rank == 0 else None, group=group),
+        lambda x: dist.all_to_all_single(torch.ones(size), torch.ones(sum(splits)), [1] * size, splits, group=group),
+    ):
+        with pytest.raises(RuntimeError, match=r"HD301|Detected mismatch between collectives"):
+            call(torch.ones(1 + (rank == 1)))
+    outs = [torch.empty(1 + i) for i in range(size)]  # uneven, and right
+    dist.all_gather(outs, torch.full((1 + rank,), float(rank)), group=group)
+    dist.all_to_all_single(torch.empty(0), torch.ones(0), group=group)
+    assert_on_all_ranks(world.comm, [out[-1].item() for out in outs] == [*range(size)], outs)
+    dist.destroy_process_group(group)

@@ -260,23 +260,3 @@ def test_broadcasts_that_follow_each_other(world):
         if not torch.equal(x, whole):
             wrong.append(turn)
     assert_on_all_ranks(world.comm, not wrong, f"wrong in turns {wrong}")
-
-
-def test_what_is_wrong_on_this_rank_raises_here(world, size):
-    x = torch.ones(2)
-    wrong = [
-        lambda: dist.all_gather([x] * (size + 1), x),
-        lambda: all_gather_single(torch.ones(2 * size + 1), x),
-        lambda: all_gather_single(torch.ones(2 * size, dtype=torch.int32), x),
-        lambda: dist.reduce_scatter(x, [x] * (size + 1)),
-        lambda: dist.all_to_all_single(torch.ones(size), torch.ones(size), [2] * size, [1] * size),
-        lambda: dist.all_reduce(torch.ones(2).to_sparse(), dist.ReduceOp.MAX),
-        lambda: dist.broadcast(torch.ones(2).to_sparse(), 0),
-        lambda: dist.send(x, (world.rank + 1) % size, tag=-1),
-        lambda: dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG),
-    ]
-    for call in wrong:
-        with pytest.raises((ValueError, RuntimeError, TypeError)):
-            call()
-    dist.all_reduce(x)
-    assert x.tolist() == [size, size]
