@@ -36,7 +36,8 @@ def pytest_configure(config):
 
     _comm = MPI.COMM_WORLD.Dup()
     if _comm.rank > 0:
-        log = config.rootpath / "build" / "test-logs" / f"rank-{_comm.rank}.log"
+        base = config.rootpath if os.access(config.rootpath, os.W_OK) else Path(tempfile.gettempdir())
+        log = base / "build" / "test-logs" / f"rank-{_comm.rank}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         sys.stdout = log.open("w", buffering=1)
 

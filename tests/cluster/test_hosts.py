@@ -4,7 +4,6 @@ python -m pytest -m cluster tests/cluster/test_hosts.py     # as root; under the
 """
 
 import json
-import re
 import sys
 import textwrap
 from pathlib import Path
@@ -16,7 +15,6 @@ pytestmark = pytest.mark.cluster
 
 HERE = Path(__file__).resolve().parent
 RANKS = [2, 1, 1]  # on each host
-NODES = [0, 0, 1, 2]  # of each rank
 MIB = 8  # a rank, of what is put on the wires
 PART = MIB << 20
 ROUTES = ("mpi", "gloo")  # hdf5 goes through the file system, which here is no other host's
@@ -39,15 +37,6 @@ NARROW = f"""
     start = time.monotonic()
     def say(text): os.write(1, (text + "\\n").encode())  # one write a line: the ranks' lines do not mix
 """
-
-
-def test_node_groups_and_every_verb_on_every_route(hosts):
-    """In spite of the useless interfaces: see verbs.py."""
-    job = hosts.mpirun(RANKS, HERE / "verbs.py", ",".join(map(str, NODES)))
-    assert job.status == 0, job.err
-    found = re.findall(r"^rank (\d+) of node (\d+): (\d+) checks$", job.out, re.MULTILINE)
-    assert [(int(rank), int(node)) for rank, node, _ in found] == list(enumerate(NODES)), job.out
-    assert all(int(checks) > 500 for _, _, checks in found), job.out
 
 
 def test_an_address_that_every_host_has_is_not_taken_for_rank_0s(hosts):
@@ -77,7 +66,7 @@ def test_an_address_that_every_host_has_is_not_taken_for_rank_0s(hosts):
 def test_worlds_of_one_host_and_of_all_in_turn(hosts):
     """Each has gloo's interface of its own, also in the groups that the user makes, and leaves nothing to the next.
     With DETAIL torch makes a group of gloo beside each of another backend. A staging folder of one host is refused on
-    all ranks, and the job goes on. (On a folder that they share: see verbs.py.)"""
+    all ranks, and the job goes on. (On a folder that they share: see test_rank_tests_hosts.py.)"""
     job = hosts.mpirun(
         [2, 1],
         code="""
@@ -90,6 +79,8 @@ def test_worlds_of_one_host_and_of_all_in_turn(hosts):
     local = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
     for comm in (local, None, local, None):
         with hd.init(comm) as world:
+            place = [(0, 0, 2), (0, 1, 2), (1, 0, 2)][MPI.COMM_WORLD.rank] if comm is None else (0, local.rank, 1)
+            assert (world.node, world.local_rank, world.nodes) == place, place
             x = torch.ones(1)
             dist.all_reduce(x, group=dist.new_group(backend="gloo"))
             assert x.item() == world.world_size == hd.concat(x, route="gloo").numel()
