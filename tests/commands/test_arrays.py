@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import sysconfig
-from importlib import import_module
 from pathlib import Path
 
 import h5py
@@ -19,8 +18,6 @@ from launch import commands, finished, mpirun
 from safetensors.torch import load_file, save_file
 
 import hpcdist as hd
-import hpcdist.tools.doctor.__main__ as doctor
-from hpcdist.commands import arrays, conversion, listing
 from hpcdist.commands.arrays import OUTPUTS
 from hpcdist.formats.known import describe
 
@@ -213,6 +210,14 @@ MISTAKES = {
     "convert s0.npy c.h5": "s0.npy: holds an array without a name: hpcdist.gather copies it",
     "convert names.safetensors out.h5": "cannot be a tensor and hold",
     "convert odd.h5 out.safetensors": "'z' has dtype torch.complex128, which a .safetensors file cannot hold",
+    f"{GOOD}-o ": "-o/--output: expected a name, got an empty one",
+    f"concat s0.npy -o {{rank}}.npy --window {'9' * 99}": "a number of bytes such as",
+    "split s0.npy -o {rank}.npy --window -1": "a number of bytes such as",
+    "concat s0.npy --dim x\ny": r"invalid int value: 'x\ny'",
+    "split s0.npy": "the following arguments are required: -o/--output",
+    "convert x.h5 ": "DST: expected a name, got an empty one",
+    "ls": "the following arguments are required: FILE",
+    "verify x.h5 y.h5": "unrecognized arguments: y.h5",
     "convert sharded sharded/model.safetensors": "would be read as a part of the input, sharded",
     "convert names.safetensors names.safetensors": "is also an input, which it would replace",
     "convert bare bare/model.safetensors --max-shard-size 2KB": "whose index is missing",
@@ -338,34 +343,6 @@ def test_resume_on_another_number_of_ranks(line, change, pieces, tmp_path):
     output = line.split()[-4]
     assert np.array_equal(read(tmp_path / output), TILED + change)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["dcp", "x.npy", output]
-
-
-@pytest.mark.once
-def test_what_the_parser_refuses_is_one_line(capsys):
-    """Of every command: names that are empty, sizes that there are not."""
-    of_all = {
-        "-o ": "-o/--output: expected a name, got an empty one",
-        f"-o {{rank}}.npy --window {'9' * 99}": "a number of bytes such as",
-        "-o {rank}.npy --window -1": "a number of bytes such as",
-        "-o {rank}.npy --dim x\ny": r"invalid int value: 'x\ny'",
-    }
-    jobscript = import_module("hpcdist.tools.jobscript").main
-    joins = [arrays.parser(what).parse_args for what in ("gather", "concat", "split")]
-    wrong = [
-        *((ask, f"x.npy {args}", text) for ask in joins for args, text in of_all.items()),
-        (joins[2], "x.npy", "the following arguments are required: -o/--output"),
-        (conversion.parser().parse_args, "x.h5 ", "DST: expected a name, got an empty one"),
-        (listing.parser("ls").parse_args, "", "the following arguments are required: FILE"),
-        (listing.parser("verify").parse_args, "x.h5 y.h5", "unrecognized arguments: y.h5"),
-        (jobscript, "-o ", "-o/--script: expected a name, got an empty one"),
-        (doctor.parser().parse_args, "--limit nan", "--limit: expected seconds, more than 0, got 'nan'"),
-    ]
-    for ask, args, text in wrong:
-        with pytest.raises(SystemExit) as ended:
-            ask(args.split(" ") if args else [])
-        err = capsys.readouterr().err
-        assert (ended.value.code, err.count("\n")) == (2, 1), f"{args}: {err}"
-        assert err.startswith("hpcdist ") and text in err, f"{args}: {err}"
 
 
 @pytest.mark.once

@@ -15,6 +15,7 @@ from hpcdist.control import objects
 from hpcdist.process import machine
 from hpcdist.tensors import accelerator
 from hpcdist.tools.doctor import examine
+from hpcdist.tools.doctor.__main__ import parser
 
 pytestmark = pytest.mark.once
 
@@ -133,3 +134,9 @@ def test_a_doctor_that_is_interrupted_prints_no_traceback():
         watch(interrupted, {"id": 0, "rank": 0, "host": "x"}, 20)
     """)  # fmt: skip
     assert (job.status, job.err) == (0, ""), job
+
+
+def test_a_limit_that_is_none(capsys):
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--limit", "nan"])
+    assert "--limit: expected seconds, more than 0, got 'nan'" in capsys.readouterr().err

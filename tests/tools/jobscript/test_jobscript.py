@@ -226,6 +226,7 @@ MISTAKES = {
     "--venv 'x\nrm'": "a line break cannot be in a job script's line",
     "--kind tpu": "argument --kind: invalid choice: 'tpu'",
     "--nodes many": "argument --nodes: invalid int value: 'many'",
+    "-o ''": "-o/--script: expected a name, got an empty one",
     "-o none/x.sbatch": "none/x.sbatch: cannot be written: No such file or directory",
     **{f"{option} {'9' * 5000}": option for option in ("--gpus-per-node", "--time")},  # no int for Python
 }
