@@ -49,16 +49,16 @@ CALLS = {
 }
 
 
-def _goes_on(world):
-    y = torch.full((5,), float(world.rank))
+def _goes_on():
+    y = torch.full((5,), float(dist.get_rank()))
     dist.all_reduce(y)
-    assert_on_all_ranks(world.comm, y.tolist() == [sum(range(world.world_size))] * 5, y)
+    assert_on_all_ranks(y.tolist() == [sum(range(dist.get_world_size()))] * 5, y)
 
 
-def _refused(world, call):
-    error = raises_on_all_ranks(world.comm, RankError, call)
+def _refused(call):
+    error = raises_on_all_ranks(RankError, call)
     assert error.codes == ["HD301"]
-    _goes_on(world)
+    _goes_on()
     return str(error)
 
 
@@ -68,7 +68,7 @@ def test_sizes_and_dtypes(verb, world, last):
     for n in SIZES:
         x = torch.ones(n)
         for odd in OTHERS.values():
-            text = _refused(world, lambda: CALLS[verb](odd(x) if world.rank == last else x.clone()))  # noqa: B023
+            text = _refused(lambda: CALLS[verb](odd(x) if world.rank == last else x.clone()))  # noqa: B023
             name = verb.split()[0]
             named = f"rank {last}: is in {name}() of " in text or "which sends " in text
             assert named, text
@@ -95,10 +95,10 @@ if not registration.PLUGINS:  # from torch 2.14 on, its dispatcher answers for t
         for verb in [verb for verb in CALLS if verb not in SINGLE]:
             for wrong in ([last], range(world.world_size)):
                 x = ODD[kind]() if world.rank in wrong else torch.ones(2)
-                error = raises_on_all_ranks(world.comm, RankError, lambda: CALLS[verb](x))  # noqa: B023
+                error = raises_on_all_ranks(RankError, lambda: CALLS[verb](x))  # noqa: B023
                 right = error.codes == ["HD202"] and [*error.problems] == [*wrong] and kind in str(error)
-                assert_on_all_ranks(world.comm, right, f"{verb}: {error}")
-                _goes_on(world)
+                assert_on_all_ranks(right, f"{verb}: {error}")
+                _goes_on()
 
 
 @several_ranks
@@ -109,7 +109,7 @@ def test_every_two_operations(n, world):
         mine = another if world.rank == 1 else one
         x = torch.ones(n)
         call = dist.barrier if mine == "barrier" else lambda: CALLS[mine](x)  # noqa: B023
-        text = _refused(world, call)
+        text = _refused(call)
         assert text.startswith(f"{one}() was refused on all ranks\n  rank 1: is in {another}() "), text
         assert f", and rank 0 in {one}() " in text
         assert torch.equal(x, torch.ones(n))
@@ -120,19 +120,17 @@ def test_every_two_operations(n, world):
 def test_operations_and_roots(n, world):
     x, odd = torch.ones(n), world.rank == 1
     op = dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM
-    assert f"rank 1: is in all_reduce() of {n} x torch.float32, MAX at " in _refused(
-        world, lambda: dist.all_reduce(x, op)
-    )
+    assert f"rank 1: is in all_reduce() of {n} x torch.float32, MAX at " in _refused(lambda: dist.all_reduce(x, op))
     assert f"rank 1: is in broadcast() of {n} x torch.float32, root 1 at " in _refused(
-        world, lambda: dist.broadcast(x, int(odd))
+        lambda: dist.broadcast(x, int(odd))
     )
-    assert "of torch.float32, root 1 at " in _refused(world, lambda: dist.gather(x, _at_root(x, int(odd)), int(odd)))
-    assert "of torch.float32, root 1 at " in _refused(world, lambda: dist.scatter(x, _at_root(x, int(odd)), int(odd)))
+    assert "of torch.float32, root 1 at " in _refused(lambda: dist.gather(x, _at_root(x, int(odd)), int(odd)))
+    assert "of torch.float32, root 1 at " in _refused(lambda: dist.scatter(x, _at_root(x, int(odd)), int(odd)))
     assert torch.equal(x, torch.ones(n))
 
 
 @several_ranks
-def test_sizes_of_every_pair_of_ranks(world, rank, size):
+def test_sizes_of_every_pair_of_ranks(rank, size):
     """One of them is not right, also where the sums of all are the same: see test_operations.py for right ones."""
     splits = [[1 + (source + dest) % 3 for dest in range(size)] for source in range(size)]
     sent, expected = splits[rank], [splits[source][rank] for source in range(size)]
@@ -140,7 +138,7 @@ def test_sizes_of_every_pair_of_ranks(world, rank, size):
         sent = [sent[0] + 1, sent[1] - 1, *sent[2:]]
     x = torch.zeros(sum(sent), 2)
     own = [sent[0] if rank == 0 else expected[0], *expected[1:]]
-    text = _refused(world, lambda: dist.all_to_all_single(torch.zeros(sum(own), 2), x, own, sent))
+    text = _refused(lambda: dist.all_to_all_single(torch.zeros(sum(own), 2), x, own, sent))
     assert "rank 1: expects " in text
     assert "from rank 0, which sends " in text
 
@@ -156,7 +154,7 @@ def test_ranks_are_those_of_the_group_which_is_named(world, rank):
             dist.broadcast(torch.ones(3), rank, group)
         text = str(raised.value)
         dist.destroy_process_group(group)
-    assert_on_all_ranks(world.comm, named in text, text)
+    assert_on_all_ranks(named in text, text)
 
 
 @several_ranks
@@ -164,12 +162,12 @@ def test_a_long_list_is_shown_where_it_differs(world):
     xs = [torch.ones(2) for _ in range(50)]
     if world.rank == 1:
         xs[40] = torch.ones(3)
-    text = _refused(world, lambda: dist.all_reduce_coalesced(xs))
+    text = _refused(lambda: dist.all_reduce_coalesced(xs))
     assert "rank 1: is in all_reduce_coalesced() of 40 tensors, 3 x torch.float32, 2 x" in text
 
 
 @several_ranks
-def test_threads_that_call_in_different_order(world, rank):
+def test_threads_that_call_in_different_order(rank):
     group = dist.new_group()
     calls = [lambda: dist.all_reduce(torch.ones(3), group=group), lambda: dist.broadcast(torch.ones(4), 0, group)]
     said = []
@@ -190,18 +188,18 @@ def test_threads_that_call_in_different_order(world, rank):
         ended[(turn + rank) % 2].wait(60)
     for thread in threads:
         thread.join()
-    assert_on_all_ranks(world.comm, len(said) == 2, said)
+    assert_on_all_ranks(len(said) == 2, said)
     dist.destroy_process_group(group)
 
 
 @several_ranks
-def test_a_result_needs_a_place_for_each_element(world, size):
+def test_a_result_needs_a_place_for_each_element(size):
     for call in (lambda x: dist.all_reduce(x), lambda x: dist.all_gather([x] * size, torch.ones(4))):
         with pytest.raises(ValueError, match=r"lie in one place, as from expand"):
             call(torch.zeros(1).expand(4))
     out = torch.zeros(size, 4)
     dist.all_gather(list(out), torch.ones(1).expand(4))  # what is sent may be
-    assert_on_all_ranks(world.comm, bool((out == 1).all()), out)
+    assert_on_all_ranks(bool((out == 1).all()), out)
 
 
 WRONG = {  # what one rank does, given the number of ranks, and the code of the error
@@ -219,7 +217,7 @@ WRONG = {  # what one rank does, given the number of ranks, and the code of the 
 @several_ranks
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("wait", [False, True])
-def test_a_wrong_argument_of_one_rank_is_the_same_error_on_all(wrong, wait, world, rank, size):
+def test_a_wrong_argument_of_one_rank_is_the_same_error_on_all(wrong, wait, rank, size):
     call, code = WRONG[wrong]
     if rank != size - 1:
         call = (lambda n: dist.barrier(async_op=True).wait()) if wait else lambda n: dist.all_reduce(torch.ones(4))
@@ -227,26 +225,26 @@ def test_a_wrong_argument_of_one_rank_is_the_same_error_on_all(wrong, wait, worl
         call(size)
     error = raised.value
     same = isinstance(error, ValueError) and error.codes == [code] and [*error.problems] == [size - 1]
-    assert_on_all_ranks(world.comm, same, error)
+    assert_on_all_ranks(same, error)
     x = torch.ones(1)
     dist.all_reduce(x)
-    assert_on_all_ranks(world.comm, x.item() == size, x)
+    assert_on_all_ranks(x.item() == size, x)
 
 
 @several_ranks
-def test_what_a_rank_does_not_write_needs_none(world, rank, size):
+def test_what_a_rank_does_not_write_needs_none(rank, size):
     for root in range(size):
         one, whole = torch.full((1,), 1.0 + rank), torch.full((4,), 1.0 + rank)
         sent = one.expand(4) if rank == root else whole
         dist.broadcast(sent, root)
-        assert_on_all_ranks(world.comm, sent.tolist() == [1.0 + root] * 4, sent)
+        assert_on_all_ranks(sent.tolist() == [1.0 + root] * 4, sent)
         mine = whole.fill_(1.0) if rank == root else one.fill_(1.0).expand(4)
         dist.reduce(mine, root)
-        assert_on_all_ranks(world.comm, mine.tolist() == [size if rank == root else 1.0] * 4, mine)
+        assert_on_all_ranks(mine.tolist() == [size if rank == root else 1.0] * 4, mine)
 
 
 @several_ranks
-def test_also_in_torchs_own_wrapper(world, rank, size):
+def test_also_in_torchs_own_wrapper(rank, size):
     """That of TORCH_DISTRIBUTED_DEBUG=DETAIL, which from torch 2.14 on compares, in its own words."""
     level = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
@@ -263,5 +261,5 @@ def test_also_in_torchs_own_wrapper(world, rank, size):
     outs = [torch.empty(1 + i) for i in range(size)]  # uneven, and right
     dist.all_gather(outs, torch.full((1 + rank,), float(rank)), group=group)
     dist.all_to_all_single(torch.empty(0), torch.ones(0), group=group)
-    assert_on_all_ranks(world.comm, [out[-1].item() for out in outs] == [*range(size)], outs)
+    assert_on_all_ranks([out[-1].item() for out in outs] == [*range(size)], outs)
     dist.destroy_process_group(group)

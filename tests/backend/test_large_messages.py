@@ -54,5 +54,5 @@ def _gathered(world):
 @pytest.mark.parametrize("call", [_reduced, _broadcast, _message, _gathered])
 def test_more_than_an_int_can_count(call, world):
     wrong = _wrong(call(world), 0) if world.rank < 2 or call is not _message else []
-    assert_on_all_ranks(world.comm, not wrong, f"wrong at {wrong}")
+    assert_on_all_ranks(not wrong, f"wrong at {wrong}")
     world.comm.Barrier()

@@ -259,4 +259,4 @@ def test_broadcasts_that_follow_each_other(world):
         dist.broadcast(x, root)
         if not torch.equal(x, whole):
             wrong.append(turn)
-    assert_on_all_ranks(world.comm, not wrong, f"wrong in turns {wrong}")
+    assert_on_all_ranks(not wrong, f"wrong in turns {wrong}")

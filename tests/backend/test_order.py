@@ -14,7 +14,7 @@ from hpcdist.comm.worker import Worker
 pytestmark = pytest.mark.mpi
 
 
-def test_calls_are_done_in_their_order(world, size):
+def test_calls_are_done_in_their_order(size):
     """Each is a step of one computation, which another order would change."""
     x, expected = torch.ones(100), torch.ones(100)
     handles = []
@@ -23,7 +23,7 @@ def test_calls_are_done_in_their_order(world, size):
         expected = expected * size
         if turn % 3 == 0:
             dist.broadcast(x, turn % size)  # blocks, after all before it
-            assert_on_all_ranks(world.comm, torch.equal(x, expected), f"turn {turn}")
+            assert_on_all_ranks(torch.equal(x, expected), f"turn {turn}")
         if turn % 5 == 4:
             for handle in handles:
                 handle.wait()
@@ -43,7 +43,7 @@ def test_a_call_goes_on_while_the_program_does_something_else(world, size):
         dist.recv(other, 0)
         handle = dist.all_reduce(x, async_op=True)
     handle.wait()
-    assert_on_all_ranks(world.comm, x.tolist() == [size] * 3, x)
+    assert_on_all_ranks(x.tolist() == [size] * 3, x)
 
 
 def test_futures_and_results(world, findings):
@@ -104,6 +104,6 @@ def test_a_group_may_be_made_while_an_asynchronous_call_waits(world, rank):
     group = dist.new_group()
     for handle in handles:
         handle.wait()
-    assert_on_all_ranks(world.comm, large[0] == small[0] == world.world_size, large)
+    assert_on_all_ranks(large[0] == small[0] == world.world_size, large)
     dist.destroy_process_group(group)
     dist.destroy_process_group(parent)

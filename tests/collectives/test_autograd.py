@@ -133,13 +133,13 @@ def test_bfloat16_gradients_are_added_in_float32(findings, world):
     findings.check(torch.equal(x.grad, total.expand(4)), x.grad)
 
 
-def test_out_and_a_gradient(world, rank, size):
+def test_out_and_a_gradient(rank, size):
     """The same error everywhere, whichever rank gives `out`, and whichever needs a gradient."""
     for asks, gives in itertools.product(range(size), repeat=2):
         x = torch.ones(2, requires_grad=rank == asks)
         out = torch.zeros(2 * size) if rank == gives else None
         for call in (hd.concat, lambda x, out: hd.redistribute(x, hd.Split(0), hd.Replicate(), out=out)):
-            refused(world, "out is given, but a gradient", call, x, out=out, ranks=[gives])
+            refused("out is given, but a gradient", call, x, out=out, ranks=[gives])
     with torch.no_grad():
         out = torch.zeros(2 * size, requires_grad=True)
         assert hd.concat(torch.ones(2, requires_grad=True), out=out) is out
@@ -167,8 +167,8 @@ def test_other_steps_than_the_backward_pass_of_one_rank_are_errors(world):
         (lambda: hd.concat(torch.ones(1)), "the backward pass of concat()"),
     ):
         mine = step if world.rank else lambda: results[0].sum().backward()
-        refused(world, told, mine)
-    goes_on(world)
+        refused(told, mine)
+    goes_on()
 
 
 @pytest.mark.parametrize("columns", [1, 100])
@@ -204,7 +204,7 @@ def test_backward_after_the_group_was_freed(world):
     comm.Free()
     with pytest.raises(hd.HpcdistError, match=r"the backward pass of concat: .* its group was freed"):
         y.sum().backward()
-    goes_on(world)
+    goes_on()
 
 
 def test_a_result_dies_with_its_last_reference(findings, world):

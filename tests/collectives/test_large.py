@@ -35,7 +35,7 @@ def memory(world):
 
 
 @pytest.mark.parametrize("route", ["mpi", "gloo"])
-def test_gather_split_and_concat(world, rank, memory, route):
+def test_gather_split_and_concat(rank, memory, route):
     shard, whole = memory
     mine = ((0, EXTENTS[0]), (EXTENTS[0], TOTAL))[rank]
     for begin, end, values in _pieces(*mine):
@@ -44,13 +44,13 @@ def test_gather_split_and_concat(world, rank, memory, route):
 
     result = hd.gather(shard, root=1, route=route, out=whole if rank == 1 else None)
     good = result is None if rank == 0 else result is whole and _holds(whole, 0, TOTAL)
-    assert_on_all_ranks(world.comm, good, "gather")
-    assert_on_all_ranks(world.comm, _holds(shard, *mine), "the shard changed")
+    assert_on_all_ranks(good, "gather")
+    assert_on_all_ranks(_holds(shard, *mine), "the shard changed")
 
     shard.zero_()
     hd.split(result, root=1, counts=EXTENTS, route=route, out=shard)
-    assert_on_all_ranks(world.comm, _holds(shard, *mine), "split")
+    assert_on_all_ranks(_holds(shard, *mine), "split")
 
     whole.zero_()
     hd.concat(shard, route=route, out=whole)
-    assert_on_all_ranks(world.comm, _holds(whole, 0, TOTAL), "concat")
+    assert_on_all_ranks(_holds(whole, 0, TOTAL), "concat")

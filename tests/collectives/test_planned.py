@@ -126,7 +126,7 @@ def test_wrong_on_one_rank(findings, world, rank, size, verb, columns):
                 result = planned.plan(*given, async_op=async_op)
                 return result.wait(30) if async_op else result
 
-            error = refused(world, f"a plan of {verb}() was refused", call, ranks=[wrong_rank])
+            error = refused(f"a plan of {verb}() was refused", call, ranks=[wrong_rank])
             text = world.comm.bcast(wrong[i][2] if wrong else "", wrong_rank)
             findings.check(text in error.problems[wrong_rank], f"{i}: {error}")
             findings.check(kept is None or not kept.any(), "out was written")
@@ -136,7 +136,7 @@ def test_wrong_on_one_rank(findings, world, rank, size, verb, columns):
 
 @several_ranks
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_where_no_tensor_is_expected(world, rank, size, columns):
+def test_where_no_tensor_is_expected(rank, size, columns):
     """x on a rank to which split sends, out on one that gather does not send to."""
     ones = torch.ones(size, columns)
     given = rank in (0, size - 1)
@@ -146,21 +146,21 @@ def test_where_no_tensor_is_expected(world, rank, size, columns):
         (lambda: split(ones if given else None), "x is given, but split sends from the root"),
         (lambda: gather(ones, out), "out is given, but only the root"),
     ):
-        refused(world, told, call, ranks=[size - 1])
-    assert_on_all_ranks(world.comm, gather(ones, None if rank else out) is (None if rank else out), "next")
+        refused(told, call, ranks=[size - 1])
+    assert_on_all_ranks(gather(ones, None if rank else out) is (None if rank else out), "next")
 
 
 def test_what_cannot_be_planned(world, size):
     """Structures, no tensor at all, root=None; but shared results can."""
     structure = {"x": torch.ones(size)}
-    refused(world, "", hd.plan, hd.split, None)
+    refused("", hd.plan, hd.split, None)
     for verb in (hd.concat, hd.split):
         x = None if world.rank and verb is hd.split else structure
-        refused(world, "x must be a torch.Tensor, got dict", hd.plan, verb, x)
+        refused("x must be a torch.Tensor, got dict", hd.plan, verb, x)
     with pytest.raises(TypeError, match="root=None"):
         hd.plan(hd.split, torch.ones(size), root=None)
     x = torch.ones(2**15)
-    assert_on_all_ranks(world.comm, torch.equal(hd.plan(hd.concat, x, shared=True)(x), x.repeat(size)), "shared")
+    assert_on_all_ranks(torch.equal(hd.plan(hd.concat, x, shared=True)(x), x.repeat(size)), "shared")
 
 
 @several_ranks
@@ -180,7 +180,7 @@ def test_ranks_that_call_something_else(findings, world, size, columns):
         (lambda: hd.plan(hd.concat, x), "called plan of concat()"),
     ]
     for wrong, text in calls:
-        refused(world, text, *((wrong,) if last else (one, x)))
+        refused(text, *((wrong,) if last else (one, x)))
         findings.same(one(x), torch.ones(2 * size, columns), "the next call")
 
 
@@ -228,8 +228,8 @@ def test_after_its_group_was_freed(findings, world, rank, columns):
     findings.same(plan(x), torch.arange(float(comm.size)).view(-1, 1).expand(-1, columns).contiguous(), "in a group")
     comm.Free()
     findings.settle()
-    error = raises_on_all_ranks(world.comm, hd.HpcdistError, lambda: plan(x))
-    assert_on_all_ranks(world.comm, "make a new plan" in str(error), error)
+    error = raises_on_all_ranks(hd.HpcdistError, lambda: plan(x))
+    assert_on_all_ranks("make a new plan" in str(error), error)
 
 
 def test_in_and_out_of_inference_mode(findings, size):

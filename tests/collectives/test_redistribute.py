@@ -65,7 +65,7 @@ def test_errors(findings, world, size, wrong, told):
     """The same on all ranks, before anything moves, and the next call succeeds."""
     x = torch.ones(2, 9)
     args = dict(zip(("x", "src", "dst", "out"), wrong(world, x), strict=False))
-    error = refused(world, "", hd.redistribute, **args)
+    error = refused("", hd.redistribute, **args)
     findings.check(re.search(told, str(error)), f"expected {told!r} in {error}")
     for out in (None, torch.empty(2 * size, 9)):  # kept for the call of the next row
         findings.same(hd.redistribute(x, hd.Split(0), hd.Replicate(), out=out), x.repeat(size, 1), "next")
@@ -100,7 +100,7 @@ def test_a_plan_is_remembered_for_its_own_layouts(findings, size):
         findings.same(got, hd.local(whole, hd.Split(1)), f"{order}")
 
 
-def test_the_part_of_one_rank_alone_changes(findings, world, size):
+def test_the_part_of_one_rank_alone_changes(findings, size):
     """Back and forth, of few and of many bytes: the calls of the other ranks are like their earlier ones."""
     for columns in (2, 2000):
         for last in (3, 5, 3, 5):

@@ -41,7 +41,7 @@ def test_more_than_there_is(findings, world, rank, size, verb, limits, monkeypat
     plan = hd.plan(hd.redistribute, x, hd.Split(0), hd.Replicate())
     with monkeypatch.context() as patch:
         change_settings(patch, world, memory=(limits,) * size)
-        error = refused(world, "more than the 999 bytes of memory there", CALLS[verb], x, rank, plan)
+        error = refused("more than the 999 bytes of memory there", CALLS[verb], x, rank, plan)
         together = "" if limits[0] == 999 else ", and the results on its node"
         findings.check(together in str(error) and "its result has" in str(error), error)
     findings.check(CALLS[verb](x, rank, plan) is not None or rank, "the next call")
@@ -79,7 +79,7 @@ def test_memory_that_one_rank_cannot_have(findings, world, last, size, verb, mon
         call(small, world.rank, plan)
     if size > 1:
         with less_than(2**22) if world.rank == last else nullcontext():
-            refused(world, "can't allocate memory", call, x, world.rank, plan, ranks=[last])
+            refused("can't allocate memory", call, x, world.rank, plan, ranks=[last])
     findings.check(call(x, world.rank, plan) is not None or world.rank != last, "the next call")
 
 

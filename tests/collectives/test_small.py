@@ -95,17 +95,17 @@ def test_mistakes_between_repeated_calls(world, last, size):
     freed.untyped_storage().resize_(0)
     for mistake in (freed, x.to_sparse(), torch.nested.nested_tensor([x])):
         for _ in range(2):
-            assert_on_all_ranks(world.comm, torch.equal(hd.concat(x), expected))
+            assert_on_all_ranks(torch.equal(hd.concat(x), expected))
         given = mistake if world.rank == last else x
-        refused(world, "", hd.concat, given)
+        refused("", hd.concat, given)
         whole = (mistake if world.rank == last else None) if size > 1 else mistake
-        refused(world, "", hd.split, whole, 3, last)
+        refused("", hd.split, whole, 3, last)
     split = lambda counts: hd.split(*((expected, 0, 0, counts) if world.rank == 0 else (None,)))  # noqa: E731
-    assert_on_all_ranks(world.comm, torch.equal(split([2] * size), x))
-    refused(world, "", split, [2.0] * size)
+    assert_on_all_ranks(torch.equal(split([2] * size), x))
+    refused("", split, [2.0] * size)
     for dim in (1.0, True, "0", [0]):
         hd.concat(x), hd.concat(x[:, None], 1)
-        refused(world, "", hd.concat, x[:, None], dim)
+        refused("", hd.concat, x[:, None], dim)
 
 
 def test_other_calls_between_repeated_calls(findings, rank, size):
@@ -131,10 +131,10 @@ def test_what_is_remembered_is_bounded(world, monkeypatch):
     for turn in range(100):
         n = turn % 70 + 1
         whole = hd.concat(torch.full((n,), turn, dtype=torch.uint8))
-        assert_on_all_ranks(world.comm, whole.tolist() == [turn] * (n * world.world_size))
+        assert_on_all_ranks(whole.tolist() == [turn] * (n * world.world_size))
         columns = hd.redistribute(x := whole_of((n, 2), torch.int32), hd.Replicate(), hd.Split(1))
-        assert_on_all_ranks(world.comm, torch.equal(columns, hd.local(x, hd.Split(1))))
-    assert_on_all_ranks(world.comm, 0 < len(team.repeats) <= 5, len(team.repeats))
+        assert_on_all_ranks(torch.equal(columns, hd.local(x, hd.Split(1))))
+    assert_on_all_ranks(0 < len(team.repeats) <= 5, len(team.repeats))
 
 
 def test_the_headers_of_many_ranks_stay_small():
@@ -144,7 +144,7 @@ def test_the_headers_of_many_ranks_stay_small():
 
 
 @pytest.mark.parametrize("n", [3, 300])
-def test_repeated_calls_are_known(n, world, last, rank, size, monkeypatch):
+def test_repeated_calls_are_known(n, last, rank, size, monkeypatch):
     """Also with out and counts, and where it was another rank whose extent changed once."""
     team = team_of()
     team.repeats.clear()  # as when there are too many
@@ -157,8 +157,8 @@ def test_repeated_calls_are_known(n, world, last, rank, size, monkeypatch):
         hd.split(torch.ones(n * size) if rank == 0 else None, counts=[n] * size, out=part)
         hd.redistribute(x, hd.Split(0), hd.Replicate(), out=out)
         whole = hd.concat(torch.ones(3 if rank == last else 2))
-        assert_on_all_ranks(world.comm, len(whole) == 2 * last + 3)
-        assert_on_all_ranks(world.comm, torch.equal(out, x.repeat(size)) and torch.equal(part, torch.ones(n)))
+        assert_on_all_ranks(len(whole) == 2 * last + 3)
+        assert_on_all_ranks(torch.equal(out, x.repeat(size)) and torch.equal(part, torch.ones(n)))
 
     def refuse(*_):
         raise AssertionError("the call was not known")

@@ -33,17 +33,17 @@ def test_keys_that_look_alike(world):
     name = "transformer.encoder.layers.0.self_attn.in_proj_"
     keys = [f"{name}weight", f"{name}bias", 1, "1"]
     got = hd.concat({key: torch.full((2,), i) for i, key in enumerate(keys)})
-    assert_on_all_ranks(world.comm, [x[-1] for x in got.values()] == [0, 1, 2, 3], got)
+    assert_on_all_ranks([x[-1] for x in got.values()] == [0, 1, 2, 3], got)
 
 
-def test_split_where_every_rank_has_the_whole(world, rank, size):
+def test_split_where_every_rank_has_the_whole(rank, size):
     x = whole_of((2 * size, 3), torch.int32)
     got = hd.split({"x": x, "l": list(range(size)), "n": "all"}, root=None)
     right = same_bits(got["x"], x[2 * rank :][:2]) and (got["l"], got["n"]) == ([rank], "all")
-    assert_on_all_ranks(world.comm, right and got["x"].data_ptr() == x[2 * rank :].data_ptr(), got)
+    assert_on_all_ranks(right and got["x"].data_ptr() == x[2 * rank :].data_ptr(), got)
 
 
-def test_packed_sequences(findings, world, rank, size):
+def test_packed_sequences(findings, rank, size):
     """Joined or cut field by field they would be garbage; sent, and in lists, they stay as they are."""
     parts = [torch.full((n,), float(rank)) for n in (2, 3)]
     packed = torch.nn.utils.rnn.pack_sequence(parts, enforce_sorted=False)
@@ -52,7 +52,7 @@ def test_packed_sequences(findings, world, rank, size):
         lambda: hd.gather(packed),
         lambda: hd.split((1, packed) if rank == 0 else None),
     ):
-        refused(world, "is a PackedSequence, which is not joined or cut field by field", step)
+        refused("is a PackedSequence, which is not joined or cut field by field", step)
     with pytest.raises(ValueError, match="is a PackedSequence"):
         hd.split(packed, root=None)
     handle = hd.isend(packed, (rank + 1) % size)
@@ -66,21 +66,21 @@ def test_packed_sequences(findings, world, rank, size):
         findings.check(lengths.tolist() == [2, 3], lengths)
 
 
-def test_more_than_a_host_can_have(world, rank):
+def test_more_than_a_host_can_have(rank):
     """A tensor that is larger than its memory: the same error everywhere, and the job goes on."""
     huge = torch.ones(1).expand(2**46)
     for step in (
         lambda: hd.concat([huge] if rank == 0 else [1]),
         lambda: hd.split([huge] if rank == 0 else None),
     ):
-        refused(world, "more than the memory of this host", step, ranks=[0])
-        goes_on(world)
+        refused("more than the memory of this host", step, ranks=[0])
+        goes_on()
 
 
 def test_pickles_if_all_allow_them(world, size):
     got = hd.concat([{world.rank}], allow_pickle=True)
     mine = hd.split([{1}] * size if world.rank == 0 else None, allow_pickle=True)
-    assert_on_all_ranks(world.comm, (got, mine) == ([{rank} for rank in range(size)], [{1}]), (got, mine))
+    assert_on_all_ranks((got, mine) == ([{rank} for rank in range(size)], [{1}]), (got, mine))
 
 
 @several_ranks
@@ -112,9 +112,9 @@ def test_pickles_if_all_allow_them(world, size):
     ],
 )
 def test_structures_that_differ(findings, world, make, told):
-    error = refused(world, "", hd.concat, make(world.rank))
+    error = refused("", hd.concat, make(world.rank))
     findings.check(0 not in error.problems and re.search(told, str(error)), f"expected {told!r} in {error}")
-    goes_on(world)
+    goes_on()
 
 
 class Point(NamedTuple):
@@ -122,7 +122,7 @@ class Point(NamedTuple):
     y: Any
 
 
-def test_wrong_arguments(findings, world, rank, size):
+def test_wrong_arguments(findings, rank, size):
     mine = {"a": torch.ones(2)} if rank == 0 else None
     wrong = [
         (lambda: hd.concat([1], out=torch.ones(1)), "out is given, but x is not a tensor"),
@@ -135,7 +135,7 @@ def test_wrong_arguments(findings, world, rank, size):
         (lambda: hd.concat([1], "0"), "dim must be an int"),
     ]
     for step, told in wrong:
-        error = refused(world, "", step)
+        error = refused("", step)
         findings.check(re.search(told, str(error)), f"expected {told!r} in {error}")
 
 
@@ -150,11 +150,11 @@ def test_a_class_that_one_rank_does_not_know(world, size, monkeypatch):
             raise TypeError(f"{name} is no dataclass")
 
         monkeypatch.setattr(structures, "same_class", unknown)
-    refused(world, "", hd.concat, [Point(1, 2)], ranks=[1])
+    refused("", hd.concat, [Point(1, 2)], ranks=[1])
     monkeypatch.undo()
     kind = make_dataclass("Odd", ["a", "b"] if world.rank else ["a"], namespace={"__module__": __name__})
     monkeypatch.setattr(sys.modules[__name__], "Odd", kind, raising=False)
     odd = kind(*range(1 + bool(world.rank)))
     for call, x in ((hd.concat, [odd]), (hd.gather, [odd]), (hd.split, None if world.rank else [odd] * size)):
-        refused(world, "Odd has the fields", call, x)
-    goes_on(world)
+        refused("Odd has the fields", call, x)
+    goes_on()

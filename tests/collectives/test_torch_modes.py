@@ -145,7 +145,7 @@ class _Module(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_cannot_be_traced_is_refused_on_all_ranks(findings, world, rank, size, folder):
+def test_what_cannot_be_traced_is_refused_on_all_ranks(findings, rank, size, folder):
     """Else the graph would return memory that nobody has written, or the values of the first run for ever."""
     x, path = torch.ones(4, 2), folder / "x.h5"
     plan = hd.plan(hd.redistribute, x, hd.Split(0), hd.Replicate())
@@ -176,7 +176,7 @@ def test_what_cannot_be_traced_is_refused_on_all_ranks(findings, world, rank, si
             right = isinstance(got, kind) and "cannot be traced or transformed: call it outside of" in str(got)
             findings.check(right, f"{mode}, {name}: {got!r}")
     traced = _within(x)["make_fx"] if rank == size - 1 else lambda f: f(x)
-    refused(world, "", traced, hd.concat, ranks=[size - 1])
+    refused("", traced, hd.concat, ranks=[size - 1])
     with FlopCounterMode(display=False):  # which looks on while things happen
         findings.same(hd.concat(x), torch.ones(4 * size, 2), "a mode that lets things happen")
 
@@ -194,7 +194,7 @@ def test_a_tangent_of_forward_mode_is_refused(world):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_batch_of_gradients_is_an_error(world, rank, size):
+def test_a_batch_of_gradients_is_an_error(rank, size):
     """Of jacobian(vectorize=True), grad(is_grads_batched=True) and torch.vmap of grad; of one rank alone, on all."""
     x = torch.arange(6.0).view(3, 2) + rank
     leaf = x.clone().requires_grad_()
@@ -205,10 +205,10 @@ def test_a_batch_of_gradients_is_an_error(world, rank, size):
         return torch.autograd.grad(whole, leaf, row, retain_graph=True, **options)[0]
 
     for batched in (lambda: grad(rows, is_grads_batched=True), lambda: torch.vmap(grad)(rows)):
-        error = refused(world, "batches of gradients", batched if last else lambda: grad(rows[0]))
+        error = refused("batches of gradients", batched if last else lambda: grad(rows[0]))
         assert error.codes == ["HD219"]
     one_by_one = torch.autograd.functional.jacobian(lambda x: hd.concat(2 * x), x)
-    assert_on_all_ranks(world.comm, one_by_one.sum().item() == 2 * x.numel() * size, one_by_one)
+    assert_on_all_ranks(one_by_one.sum().item() == 2 * x.numel() * size, one_by_one)
 
 
 def test_a_gradient_of_a_gradient_is_an_error(world, size):
@@ -226,9 +226,9 @@ def test_a_gradient_of_a_gradient_is_an_error(world, size):
         lambda: torch.autograd.functional.hvp(squares, x, torch.ones(2)),
         lambda: torch.autograd.functional.vhp(squares, x, torch.ones(2)),
     ):
-        refused(world, "cannot be differentiated twice", what)
+        refused("cannot be differentiated twice", what)
     (gradient,) = torch.autograd.grad(hd.concat(x).sum(), x, create_graph=True)  # of what is linear it is a constant
-    assert_on_all_ranks(world.comm, gradient.tolist() == [size] * 2 and not gradient.requires_grad, "grad")
+    assert_on_all_ranks(gradient.tolist() == [size] * 2 and not gradient.requires_grad, "grad")
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e8m0fnu, torch.complex32], ids=str)

@@ -166,20 +166,20 @@ def test_groups_of_the_whole_world(world):
 def test_what_is_no_group(world, group):
     x = torch.zeros(2)
     for verb in (hd.gather, hd.concat, hd.split):
-        error = raises_on_all_ranks(world.comm, TypeError, lambda verb=verb: verb(x, group=group), same_text=False)
+        error = raises_on_all_ranks(TypeError, lambda verb=verb: verb(x, group=group), same_text=False)
         told = "group must be a torch ProcessGroup, a 1-d DeviceMesh or an mpi4py"
-        assert_on_all_ranks(world.comm, told in str(error), error)
-    goes_on(world)
+        assert_on_all_ranks(told in str(error), error)
+    goes_on()
 
 
-def test_a_rank_outside_the_group(findings, world):
+def test_a_rank_outside_the_group(findings, world, rank):
     """COMM_NULL and torch's counterpart: told on that rank alone; the others can go on without it."""
-    x, inside = torch.zeros(2), world.rank == 0
+    x, inside = torch.zeros(2), rank == 0
     comm, group = world.comm.Split(0 if inside else MPI.UNDEFINED), dist.new_group([0])
     for passed in (comm, MPI.COMM_SELF if inside else MPI.COMM_NULL, group):
         try:
             result = hd.concat(x, group=passed)
         except ValueError as error:
             result = str(error)
-        right = torch.equal(result, x) if inside else f"rank {world.rank} of the world is not in" in str(result)
+        right = torch.equal(result, x) if inside else f"rank {rank} of the world is not in" in str(result)
         findings.check(right, result)

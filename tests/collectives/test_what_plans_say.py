@@ -137,7 +137,7 @@ def test_no_windows_here(world, monkeypatch):
     monkeypatch.setattr(team_of().windows, "problem", "none today")
     x = torch.zeros(LARGE)
     said = hd.plan(hd.concat, x, shared=True)
-    assert_on_all_ranks(world.comm, said.result == "new" and "none today" in str(said), said)
+    assert_on_all_ranks(said.result == "new" and "none today" in str(said), said)
 
 
 def test_through_windows_between_nodes(world, size, monkeypatch):
@@ -151,11 +151,11 @@ def test_through_windows_between_nodes(world, size, monkeypatch):
         x = torch.zeros(n)
         taken.clear()
         said = hd.plan(hd.concat, x, group=comm)
-        assert_on_all_ranks(comm, not taken, taken)
+        assert_on_all_ranks(not taken, taken)
         hd.concat(x, group=comm)
-        assert_on_all_ranks(comm, bool(taken) == ("memory that the ranks of a node share" in said.methods), said)
-        assert_on_all_ranks(comm, bool(taken) == (size > 2 and n > 2**10), said)
-        assert_on_all_ranks(comm, said.route == "mpi" and said.result != "shared", said)
+        assert_on_all_ranks(bool(taken) == ("memory that the ranks of a node share" in said.methods), said)
+        assert_on_all_ranks(bool(taken) == (size > 2 and n > 2**10), said)
+        assert_on_all_ranks(said.route == "mpi" and said.result != "shared", said)
     comm.Free()
 
 
@@ -189,7 +189,7 @@ def test_wrong_on_this_rank_alone(world):
         hd.plan(hd.concat, x, dims=0)
 
 
-def test_the_text(world, size):
+def test_the_text(size):
     text = str(hd.plan(hd.concat, torch.zeros(256)))
     nbytes = f"{1024 * (size - 1):,}"
     assert text == (

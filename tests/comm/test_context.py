@@ -27,9 +27,9 @@ def test_a_copy_of_a_communicator_has_a_team_of_its_own(world):
     comm.Free()
     second = team_of(copy)
     alone = world.world_size == 1  # in reverse it is still the world
-    assert_on_all_ranks(world.comm, alone or second is not first, "one team for two communicators")
+    assert_on_all_ranks(alone or second is not first, "one team for two communicators")
     x = torch.tensor([copy.rank])
-    assert_on_all_ranks(world.comm, hd.concat(x, group=copy).tolist() == list(range(copy.size)))
+    assert_on_all_ranks(hd.concat(x, group=copy).tolist() == list(range(copy.size)))
     copy.Free()
 
 
@@ -133,10 +133,10 @@ def test_groups_end_in_any_order(world, rank):
         hd.concat(torch.tensor([rank]), group=comm, async_op=True).wait(30)
     for comm in comms if rank % 2 else reversed(comms):
         comm.Free()
-    assert_on_all_ranks(world.comm, not [group for group in context().teams if group.freed], "a team is left")
+    assert_on_all_ranks(not [group for group in context().teams if group.freed], "a team is left")
 
 
-def test_destroyed_groups_give_their_communicators_back(world, rank, size, findings):
+def test_destroyed_groups_give_their_communicators_back(rank, size, findings):
     """An MPI has some thousands of them."""
     groups = []
     for turn in range(6):
@@ -187,7 +187,7 @@ def test_gloo_where_ranks_are_in_different_numbers_of_groups(world):
         dist.new_group(list(range(last + 1)))  # rank 0 is in all of them
         comm = world.comm.Split(0, -world.rank)
         result = hd.concat(torch.tensor([comm.rank]), group=comm, route="gloo")
-        assert_on_all_ranks(world.comm, result.tolist() == list(range(comm.size)), result)
+        assert_on_all_ranks(result.tolist() == list(range(comm.size)), result)
 
 
 @several_ranks
@@ -231,7 +231,7 @@ def test_torch_distributed_that_has_been_ended(world, last, size, findings, monk
     with monkeypatch.context() as patch:
         if world.rank == last:
             patch.setattr(dist, "is_initialized", lambda: False)
-        refused(world, "destroy_process_group", hd.concat, torch.ones(1), route="gloo", ranks=[last])
+        refused("destroy_process_group", hd.concat, torch.ones(1), route="gloo", ranks=[last])
         findings.check(hd.concat(torch.ones(1)).numel() == size, "route auto")
     findings.check(hd.concat(torch.ones(1), route="gloo").numel() == size, "route gloo")
 
@@ -249,14 +249,14 @@ def test_a_device_mesh_is_a_group(world, size, findings):
 
 
 @several_ranks
-def test_a_mesh_without_this_rank_or_without_a_group(world, size):
+def test_a_mesh_without_this_rank_or_without_a_group(rank, size):
     mesh = DeviceMesh("cpu", [size - 1])
-    if world.rank < size - 1:
-        with pytest.raises(ValueError, match=f"rank {world.rank} of the world is not in the mesh that it passed"):
+    if rank < size - 1:
+        with pytest.raises(ValueError, match=f"rank {rank} of the world is not in the mesh that it passed"):
             hd.concat(torch.ones(2), group=mesh)
     else:
         assert hd.concat(torch.ones(2), group=mesh).tolist() == [1, 1]
-    goes_on(world)
+    goes_on()
     bare = DeviceMesh("cpu", list(range(size)), _init_backend=False)
     with pytest.raises(ValueError, match="group is a DeviceMesh without a process group"):
         hd.concat(torch.ones(2), group=bare)

@@ -26,14 +26,14 @@ def _sent(log):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(("case", "nbytes"), [("concat", 24), ("split", 24), *product(CASES, (2**13, 2**21 + 2**13))])
-def test_bytes_and_messages_of_a_real_job(case, nbytes, world, rank, size):
+def test_bytes_and_messages_of_a_real_job(case, nbytes, rank, size):
     team = team_of()
     expected = _sent(recorded(case, nbytes * size, Machine(1, size), list(dict.fromkeys((0, rank))))[-1])
     real = []
     with patch.object(team, "comm", Recorder(team.comm, real)):
         CASES[case](rank, size, nbytes * size)()
     odd = [pair for pair in zip_longest(_sent(real), expected) if pair[0] != pair[1]]
-    assert_on_all_ranks(world.comm, not odd and any(event.nbytes for event in real), odd[:1])
+    assert_on_all_ranks(not odd and any(event.nbytes for event in real), odd[:1])
 
 
 def test_a_byte_comes_to_a_node_once_in_a_ring():

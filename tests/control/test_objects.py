@@ -21,7 +21,7 @@ def test_what_cannot_be_pickled_on_one_rank(world, last):
             (0, lambda given: objects.run_on_root(world.comm, "verb", lambda: given)),
         ):
             given = value if world.rank == rank else 1
-            error = raises_on_all_ranks(world.comm, hd.RankError, partial(call, given))
-            assert_on_all_ranks(world.comm, problem in error.problems[rank], error.problems)
+            error = raises_on_all_ranks(hd.RankError, partial(call, given))
+            assert_on_all_ranks(problem in error.problems[rank], error.problems)
     while deep:  # deleting it at once would recurse
         deep = deep.pop()

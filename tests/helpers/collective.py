@@ -34,8 +34,10 @@ def windows_of(group=None):
     return [os.fstat(slot.block.fd).st_blocks * 512 for slot in list(team_of(group).windows.slots.values())]
 
 
-def assert_on_all_ranks(comm, condition, message=""):
-    """Fail on every rank of `comm`, naming the ranks on which `condition` is false and what they have to say."""
+def assert_on_all_ranks(condition, message="", comm=None):
+    """Fail on every rank, of the world or of `comm`, naming the ranks on which `condition` is false and what they have
+    to say."""
+    comm = comm or hd.current().comm
     _meet(comm)
     verdicts = comm.allgather(None if condition else str(message) or "condition is false")
     failed = {rank: verdict for rank, verdict in enumerate(verdicts) if verdict is not None}
@@ -44,7 +46,7 @@ def assert_on_all_ranks(comm, condition, message=""):
         raise AssertionError("\n".join([f"failed on ranks {sorted(failed)} of {comm.size}", *lines]))
 
 
-def raises_on_all_ranks(comm, kind, step, same_text=True):
+def raises_on_all_ranks(kind, step, same_text=True):
     """Run `step`, which must raise `kind`, with the same text, on every rank of `comm`; returns the error."""
     error = None
     try:
@@ -52,24 +54,25 @@ def raises_on_all_ranks(comm, kind, step, same_text=True):
     except Exception as caught:
         error = caught
     expected = f"expected {kind.__name__}, got {error!r}"
-    assert_on_all_ranks(comm, isinstance(error, kind), expected)
-    texts = comm.allgather(str(error))
-    assert_on_all_ranks(comm, len(set(texts)) == 1, f"the error's text differs between ranks, here: {error}")
+    assert_on_all_ranks(isinstance(error, kind), expected)
+    texts = hd.current().comm.allgather(str(error))
+    assert_on_all_ranks(len(set(texts)) == 1, f"the error's text differs between ranks, here: {error}")
     return error
 
 
-def refused(world, text, call, *args, ranks=None, what="", **options):
+def refused(text, call, *args, ranks=None, what="", **options):
     """The error of a call, the same on every rank, with this text in it, and from these ranks."""
-    error = raises_on_all_ranks(world.comm, hd.RankError, lambda: call(*args, **options))
+    error = raises_on_all_ranks(hd.RankError, lambda: call(*args, **options))
     right = text in str(error) and (ranks is None or [*error.problems] == [*ranks])
-    assert_on_all_ranks(world.comm, right, f"{what}: {error}")
+    assert_on_all_ranks(right, f"{what}: {error}")
     return error
 
 
-def goes_on(world):
+def goes_on():
     """The call after a refused one is right."""
+    world = hd.current()
     expected = torch.arange(world.world_size)
-    assert_on_all_ranks(world.comm, torch.equal(hd.concat(expected[world.rank]), expected), "the next call")
+    assert_on_all_ranks(torch.equal(hd.concat(expected[world.rank]), expected), "the next call")
 
 
 class Findings:
@@ -96,8 +99,8 @@ class Findings:
     def settle(self):
         """The verdict, on all ranks; a loop that checked nothing has proven nothing."""
         more = f" (and {len(self.found) - _SHOWN} more)" if len(self.found) > _SHOWN else ""
-        assert_on_all_ranks(self.comm, not self.found, "\n    ".join(self.found[:_SHOWN]) + more)
-        assert_on_all_ranks(self.comm, self.checked, "nothing was checked")
+        assert_on_all_ranks(not self.found, "\n    ".join(self.found[:_SHOWN]) + more, self.comm)
+        assert_on_all_ranks(self.checked, "nothing was checked", self.comm)
 
 
 class Battery:

@@ -27,7 +27,7 @@ def _peers(world):
 
 
 @several_ranks
-def test_isend_and_send_keep_their_order(world, rank):
+def test_isend_and_send_keep_their_order(rank):
     """What is begun in the background first comes first, whatever thread posts it."""
     for turn in range(50):
         if rank == 0:
@@ -37,7 +37,7 @@ def test_isend_and_send_keep_their_order(world, rank):
         elif rank == 1:
             found = hd.recv(0)[:2], hd.recv(0)
             assert found == (("first", turn), ("second", turn))
-    goes_on(world)
+    goes_on()
 
 
 def test_many_in_flight(findings, world):
@@ -140,7 +140,7 @@ def test_pickles(world, rank, size):
     with pytest.raises(TypeError, match="loads only with allow_pickle=True"):
         hd.recv(before)
     got = hd.recv(before, allow_pickle=True)
-    assert_on_all_ranks(world.comm, got == {before}, got)
+    assert_on_all_ranks(got == {before}, got)
     for what in (
         lambda: hd.recv(before, allow_pickle=True),
         lambda: hd.concat(unreadable, allow_pickle=True),
@@ -150,7 +150,7 @@ def test_pickles(world, rank, size):
             what()
     for handle in handles:
         handle.wait(30)
-    goes_on(world)
+    goes_on()
 
 
 def test_interrupted_before_each_line(findings, world):
@@ -255,7 +255,7 @@ def test_damaged_messages(world, envelope):
             hd.recv(before)
         request.Wait()
         handle = hd.isend(1, after)
-        assert_on_all_ranks(world.comm, hd.recv(before) == 1, "the next message")
+        assert_on_all_ranks(hd.recv(before) == 1, "the next message")
         handle.wait(30)
 
 
@@ -290,4 +290,4 @@ def test_a_rank_that_waits_uses_less_than_half_a_core(world, rank, way):
     elif rank == 1:
         hd.send(1, dest=0)
     used, seconds = time.process_time() - used, time.monotonic() - seconds
-    assert_on_all_ranks(world.comm, rank > 0 or (seconds > 0.4 and used < seconds / 2), (used, seconds))
+    assert_on_all_ranks(rank > 0 or (seconds > 0.4 and used < seconds / 2), (used, seconds))

@@ -84,7 +84,7 @@ def test_structures_come_through_the_windows(world, comm):
     shards = whole_of((comm.size, 5000), torch.float64)
     got = hd.concat({"x": shards[comm.rank], "list": [shards[comm.rank]] * (comm.rank % 2)}, group=comm)
     good = same_bits(got["x"], shards.view(-1)) and all(map(same_bits, got["list"], shards[1::2]))
-    assert_on_all_ranks(world.comm, good and len(got["list"]) == comm.size // 2)
+    assert_on_all_ranks(good and len(got["list"]) == comm.size // 2)
 
 
 def test_each_byte_crosses_a_wire_once(world, comm, monkeypatch):
@@ -92,7 +92,7 @@ def test_each_byte_crosses_a_wire_once(world, comm, monkeypatch):
     results, and all local ranks take part."""
     received, real, team = [], messages.start, _team(world, comm)
     helps, nodes = node_copy.helps(team), team.topology.nodes
-    assert_on_all_ranks(world.comm, helps == (1 < len(nodes) < comm.size), nodes)
+    assert_on_all_ranks(helps == (1 < len(nodes) < comm.size), nodes)
     if not helps:
         return
 
@@ -107,7 +107,7 @@ def test_each_byte_crosses_a_wire_once(world, comm, monkeypatch):
         received.clear()
         hd.concat(shard, group=comm, shared=shared)
         parts = team.topology.comm.allgather(sum(received))
-        assert_on_all_ranks(world.comm, sum(parts) == others and max(parts) <= 1.1 * min(parts), parts)
+        assert_on_all_ranks(sum(parts) == others and max(parts) <= 1.1 * min(parts), parts)
 
 
 def _shared(world, value, group=None):
@@ -146,9 +146,9 @@ def test_memory_of_a_node_is_that_of_one_result(world):
     group = world.comm.Dup()
     whole = hd.concat(torch.ones(1_000_003), shared=True, group=group)
     taken = sum(windows_of(group))
-    assert_on_all_ranks(world.comm, whole.nbytes <= taken <= 1.05 * whole.nbytes, (taken, whole.nbytes))
+    assert_on_all_ranks(whole.nbytes <= taken <= 1.05 * whole.nbytes, (taken, whole.nbytes))
     group.Free()
-    assert_on_all_ranks(world.comm, whole.sum() == 1_000_003 * world.world_size, "held beyond its group")
+    assert_on_all_ranks(whole.sum() == 1_000_003 * world.world_size, "held beyond its group")
 
 
 @pytest.mark.parametrize("kernel", ["open", "closed"])
@@ -183,8 +183,8 @@ def test_the_storage_of_a_result_is_its_own_part(world):
         good = sizes == (got.nbytes, got.nbytes) and len(file.getbuffer()) < got.nbytes + 4096
         file.seek(0)
         unshared = team_of().unshared
-        assert_on_all_ranks(world.comm, unshared is None and good, (sizes, unshared))
-        assert_on_all_ranks(world.comm, torch.equal(torch.load(file), got))
+        assert_on_all_ranks(unshared is None and good, (sizes, unshared))
+        assert_on_all_ranks(torch.equal(torch.load(file), got))
 
 
 def test_gradients_and_the_background(world, rank):
@@ -197,7 +197,7 @@ def test_gradients_and_the_background(world, rank):
     parts = hd.split(whole.detach() if rank == 0 else None, shared=True, async_op=True).wait()
     good.append(parts.eq(rank).all())
     team = team_of().background
-    assert_on_all_ranks(world.comm, all(good) and team.unshared is None, (good, team.unshared))
+    assert_on_all_ranks(all(good) and team.unshared is None, (good, team.unshared))
 
 
 def test_wrong_calls_are_refused_on_all_ranks(world, rank, size):
@@ -211,5 +211,5 @@ def test_wrong_calls_are_refused_on_all_ranks(world, rank, size):
     if size > 1:
         cases.append((lambda: hd.concat(x, shared=rank == 0), "shared is "))
     for call, text in cases:
-        refused(world, text, call)
-    assert_on_all_ranks(world.comm, _good(world, _shared(world, 3), 3))
+        refused(text, call)
+    assert_on_all_ranks(_good(world, _shared(world, 3), 3))

@@ -189,14 +189,14 @@ def test_staged_stays_within_its_window(findings, world, size, most, monkeypatch
     findings.check(within, f"windows exceeded: {seen}")
 
 
-def test_which_route_is_taken(world, size):
+def test_which_route_is_taken(size):
     """mpi for host memory; gloo is staged on all ranks alike where one has GPU memory."""
     team = team_of()
     host, one_gpu = (MemoryKind.CPU,) * size, (MemoryKind.GPU, *(MemoryKind.CPU,) * (size - 1))
     taken = [select.agreed("gather", name, team, host) for name in ("auto", "gloo")]
-    assert_on_all_ranks(world.comm, taken == [mpi.MPI_ROUTE, c10d.GLOO], taken)
+    assert_on_all_ranks(taken == [mpi.MPI_ROUTE, c10d.GLOO], taken)
     way = select.agreed("gather", "gloo", team, one_gpu)
-    assert_on_all_ranks(world.comm, isinstance(way, select.StagedRoute) and way.route is c10d.GLOO, way)
+    assert_on_all_ranks(isinstance(way, select.StagedRoute) and way.route is c10d.GLOO, way)
     assert ("auto", *select.ROUTES) == teams.ROUTES
 
 
@@ -206,10 +206,10 @@ def test_nccl_without_a_gpu_for_each_rank(world):
         assert c10d.NCCL.missing(team_of()) is None
         return
     text = "route nccl needs a GPU of its own for each rank and a torch with NCCL; use route mpi or auto"
-    refused(world, text, hd.concat, torch.zeros(2), route="nccl", ranks=range(world.world_size))
+    refused(text, hd.concat, torch.zeros(2), route="nccl", ranks=range(world.world_size))
 
 
-def test_repeated_calls_on_the_library_of_gpus(findings, world, rank, size, monkeypatch):
+def test_repeated_calls_on_the_library_of_gpus(findings, rank, size, monkeypatch):
     """They are kept as those by MPI: one exchange of headers, and one operation, on the caller's stream."""
     monkeypatch.setitem(select.ROUTES, "nccl", (STAND_IN.__module__, "STAND_IN"))
     select.load.cache_clear()
@@ -273,8 +273,8 @@ def test_a_staging_folder_that_cannot_be_used(world, rank, size, tmp_path, monke
     folder, x = Path(world.comm.bcast(str(tmp_path))), torch.ones(3)
 
     def fails(text):
-        refused(world, text, hd.concat, x, route="hdf5")
-        assert_on_all_ranks(world.comm, os.listdir(folder) == [], os.listdir(folder))
+        refused(text, hd.concat, x, route="hdf5")
+        assert_on_all_ranks(os.listdir(folder) == [], os.listdir(folder))
 
     change_settings(monkeypatch, world, staging=str(folder / "none"))
     fails("the staging folder: no such folder")
@@ -292,4 +292,4 @@ def test_a_staging_folder_that_cannot_be_used(world, rank, size, tmp_path, monke
     monkeypatch.setattr(plain, "write_at", full if rank == size - 1 else write)
     fails("No space left on device")
     monkeypatch.setattr(plain, "write_at", write)
-    assert_on_all_ranks(world.comm, len(hd.concat(x, route="hdf5")) == 3 * size)
+    assert_on_all_ranks(len(hd.concat(x, route="hdf5")) == 3 * size)

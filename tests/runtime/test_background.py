@@ -46,7 +46,7 @@ def test_an_error_comes_out_of_wait(world, size, findings):
     wrong = hd.gather(torch.ones(2), root=99, async_op=True)
     after = hd.concat(torch.ones(3), async_op=True)
     for handle in (bad, bad, wrong):
-        refused(world, "", handle.wait)
+        refused("", handle.wait)
     findings.check(good.wait(60).numel() == 2 * size, "before")
     findings.check(after.wait(60).numel() == 3 * size, "after")
 

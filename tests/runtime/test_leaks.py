@@ -44,7 +44,7 @@ def test_many_calls_leave_nothing(world, leaks, folder, name):
         found = leaks.grow(world, kind, calls, folder).leaks()
         if not any(world.comm.allgather(bool(found))):
             break
-    assert_on_all_ranks(world.comm, not found, f"{name}, after {calls} more calls: {'; '.join(found)}")
+    assert_on_all_ranks(not found, f"{name}, after {calls} more calls: {'; '.join(found)}")
 
 
 def test_every_kind_of_the_benchmark_is_tested(leaks):
@@ -64,4 +64,4 @@ def test_a_leak_is_found(world, leaks, folder):
     found = " ".join(leaks.grow(world, leaks.Kind(make), 1000, folder).leaks())
     for each in kept[::10]:
         each[0].Free()
-    assert_on_all_ranks(world.comm, "communicators: 100.0" in found and "objects" in found, found)
+    assert_on_all_ranks("communicators: 100.0" in found and "objects" in found, found)

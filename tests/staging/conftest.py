@@ -20,11 +20,11 @@ def comm(request, world, monkeypatch):
     comm.Free()
 
 
-def holds(world, folder, *names):
+def holds(folder, *names):
     """A folder holds these files, and nothing else."""
-    assert_on_all_ranks(world.comm, sorted(os.listdir(folder)) == sorted(names), os.listdir(folder))
+    assert_on_all_ranks(sorted(os.listdir(folder)) == sorted(names), os.listdir(folder))
 
 
-def same(world, got, expected, what=""):
+def same(got, expected, what=""):
     """A tensor is right on every rank."""
-    assert_on_all_ranks(world.comm, torch.equal(got, expected), f"{what}: {got}")
+    assert_on_all_ranks(torch.equal(got, expected), f"{what}: {got}")

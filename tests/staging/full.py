@@ -40,10 +40,10 @@ def piecewise(path, x):
     [*((staging.save, {"writer": name}) for name in WRITERS), (piecewise, {})],
     ids=str,
 )
-def test_nothing_is_lost(save, options, known, world, folder, monkeypatch):
+def test_nothing_is_lost(save, options, known, world, rank, size, folder, monkeypatch):
     """The same error on all ranks, the old file, nothing else, and with space the job goes on."""
-    path, small = folder / "x.h5", torch.arange(1000) + 1000 * world.rank
-    whole = torch.arange(1000 * world.world_size)
+    path, small = folder / "x.h5", torch.arange(1000) + 1000 * rank
+    whole = torch.arange(1000 * size)
     staging.save(path, small)
     fill(world, folder)
     if not known:
@@ -52,15 +52,15 @@ def test_nothing_is_lost(save, options, known, world, folder, monkeypatch):
     big = torch.randint(2**60, (200_000,))  # 1.6 MB a rank
     write = lambda: save(path, big, **options)  # noqa: E731
     kind = OSError if save is piecewise and not known else hd.RankError  # a write of a piece is no collective
-    error = raises_on_all_ranks(world.comm, kind, write)
-    assert_on_all_ranks(world.comm, "o space" in str(error), error)
+    error = raises_on_all_ranks(kind, write)
+    assert_on_all_ranks("o space" in str(error), error)
     monkeypatch.undo()
-    holds(world, folder, "ballast", "x.h5")
-    assert_on_all_ranks(world.comm, torch.equal(staging.load(path, dim=None), whole))
+    holds(folder, "ballast", "x.h5")
+    assert_on_all_ranks(torch.equal(staging.load(path, dim=None), whole))
     world.comm.Barrier()
-    if world.rank == 0:
+    if rank == 0:
         (folder / "ballast").unlink()
     world.comm.Barrier()
     write()
-    found = torch.stack(torch.chunk(staging.load(path, dim=None), world.world_size))
-    assert_on_all_ranks(world.comm, torch.equal(found[world.rank], big), "the data")
+    found = torch.stack(torch.chunk(staging.load(path, dim=None), size))
+    assert_on_all_ranks(torch.equal(found[rank], big), "the data")

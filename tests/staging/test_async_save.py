@@ -148,7 +148,7 @@ def test_two_calls_of_one_name(how, gate, world, findings, folder):
     for handle in handles:
         handle.wait()
     comm.Barrier()
-    holds(world, folder, "x.h5")
+    holds(folder, "x.h5")
     comm.Free()
 
 
@@ -201,16 +201,16 @@ def test_a_failure_is_raised_by_wait(suffix, world, size, findings, folder, monk
                 patch.setattr(plain, "write_at", Mock(side_effect=OSError(28, os.strerror(28))))
             handle = staging.save(path, **given, async_op=True)
             for _ in range(2):
-                refused(world, text, handle.wait, ranks=[size - 1])
+                refused(text, handle.wait, ranks=[size - 1])
         findings.check(flying() == [], flying())
-        holds(world, folder, path.name)
+        holds(folder, path.name)
         findings.same(staging.load(path, "data", dim=None), old.repeat(size), "the old file")
     staging.save(path, new, async_op=True).wait()
     findings.same(staging.load(path, "data", dim=None), new.repeat(size), "a new one")
     monkeypatch.setattr(background, "thread_level", lambda: 0)
     with pytest.raises(hd.HpcdistError, match="MPI_THREAD_MULTIPLE"):
         staging.save(folder / "y.h5", new, async_op=True)
-    holds(world, folder, path.name)
+    holds(folder, path.name)
 
 
 # A save whose writes take their time. "kill" kills rank 1, or all, meanwhile; else the program ends as said.

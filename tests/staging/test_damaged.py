@@ -116,7 +116,7 @@ def test_flipped_bits(world, rank, findings, folder):
         good = folder / f"{kind}.h5"
         write(kind, good)
         world.comm.Barrier()
-        content, path, draw = good.read_bytes(), folder / f"{world.rank}.h5", random.Random(number)
+        content, path, draw = good.read_bytes(), folder / f"{rank}.h5", random.Random(number)
         flips = [("any byte", draw.randrange(len(content))) for _ in range(ANYWHERE)]
         flips += [(place, draw.choice(at)) for place, at in places(good).items() for _ in range(DIRECTED)]
         bits = [draw.randrange(8) for _ in flips]
@@ -196,7 +196,7 @@ def test_a_file_is_held_against_its_plan(world, findings, folder):
             lambda: staging.load(path, dim=None, verify=False),
             *(partial(listing.main, world, listing.parser(w).parse_args([str(path)])) for w in ("ls", "verify")),
         ):
-            error = raises_on_all_ranks(world.comm, HpcdistError, read)
+            error = raises_on_all_ranks(HpcdistError, read)
             findings.check(text in str(error) and "[HD40" in str(error), error)
         for name, read in readers(path).items():
             if name != "load":

@@ -97,7 +97,7 @@ def load(state, path, **options):
     dcp.load(state, storage_reader=HDF5Reader(path, **options))
 
 
-def failure(world, step, text, ranks=None):
+def failure(step, text, ranks=None):
     """Run a step that must fail with DCP's error, which is not an Exception, on every rank, with this text in it, and
     from these ranks."""
     error = None
@@ -107,7 +107,7 @@ def failure(world, step, text, ranks=None):
         error = caught
     right = isinstance(error, CheckpointException) and text in str(error)
     right = right and (ranks is None or [*error.failures] == [*ranks])
-    assert_on_all_ranks(world.comm, right, f"got {error!r}")
+    assert_on_all_ranks(right, f"got {error!r}")
     return error
 
 
@@ -158,9 +158,9 @@ def test_every_placement_on_any_number_of_ranks(window, findings, world, rank, p
     reload(findings, path, mesh)
 
 
-def test_in_one_process_and_into_lazy_views(findings, world, rank, folder):
+def test_in_one_process_and_into_lazy_views(findings, rank, folder):
     """Conjugated or negated ones are filled with the values of the file, as torch's own reader does."""
-    path, reals = folder / f"{world.rank}.h5", torch.arange(12.0).view(4, 3)
+    path, reals = folder / f"{rank}.h5", torch.arange(12.0).view(4, 3)
     wave = whole_of((4, 3), torch.complex64, rank)
     dcp.save({"wave": wave, "reals": reals, "step": rank}, storage_writer=HDF5Writer(path), no_dist=True)
     got = {"wave": torch.zeros_like(wave).conj(), "reals": torch.zeros_like(wave).conj().imag, "step": -1}
@@ -178,7 +178,7 @@ def test_a_part_of_a_checkpoint(findings, world, folder, path, mesh):
     load({"sharded": {"rows": rows}}, path)
     findings.same(rows.to_local(), sharded(WHOLES["rows"], mesh, Shard(1)).to_local(), "rows")
     more = {"sharded": {"same": torch.zeros(4, 3, dtype=torch.float32)}, "new": torch.ones(2)}
-    failure(world, lambda: load(more, path), "Missing key in checkpoint state_dict: new")
+    failure(lambda: load(more, path), "Missing key in checkpoint state_dict: new")
     dcp.load(more, storage_reader=HDF5Reader(path), planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
     findings.same(more["sharded"]["same"], WHOLES["same"].float(), "converted")
     findings.same(more["new"], torch.ones(2), "what is not in the file stays")
@@ -200,7 +200,7 @@ def test_damage_is_found(placement, world, path, mesh):
         path.write_bytes(path.read_bytes().replace(row, row[:-1] + bytes([row[-1] ^ 1])))
     world.comm.Barrier()
     for verify in (None, True):
-        failure(world, lambda: again(verify), "is damaged", [world.world_size - 1])  # noqa: B023
+        failure(lambda: again(verify), "is damaged", [world.world_size - 1])  # noqa: B023
     again(False)
 
 
@@ -229,7 +229,7 @@ def test_a_failure_on_one_rank(step, findings, world, path, mesh):
     if world.rank == rank:
         fail_in(planner if step == "lookup_object" else storage, step)
     begin = lambda: dcp.save(state, storage_writer=storage, planner=planner)  # noqa: E731
-    error = failure(world, begin, f"fails in {step}", [rank])
+    error = failure(begin, f"fails in {step}", [rank])
     load({"old": old}, path)
     findings.check(old.eq(1).all(), f"the old file after {error}")
     save(state, path)
@@ -238,7 +238,7 @@ def test_a_failure_on_one_rank(step, findings, world, path, mesh):
 
 @several_ranks
 @pytest.mark.parametrize("step", ["write_data", "finish", "name"])
-def test_what_a_failed_save_has_written_is_resumed(step, findings, world, last, rank, path, mesh, monkeypatch):
+def test_what_a_failed_save_has_written_is_resumed(step, findings, last, rank, path, mesh, monkeypatch):
     state = state_of(mesh, PLACEMENTS)
     options = {"window": SMALL, "resume": True}
     storage, counts, write = HDF5Writer(path, **options), [0], PartFile.write
@@ -247,7 +247,7 @@ def test_what_a_failed_save_has_written_is_resumed(step, findings, world, last, 
             patch.setattr(Commit, "finish", lambda _: 1 / 0)
         elif rank == (last if step == "write_data" else 0):
             fail_in(storage, step)
-        failure(world, lambda: dcp.save(state, storage_writer=storage), "")
+        failure(lambda: dcp.save(state, storage_writer=storage), "")
 
     def counted(*args):
         counts[0] += 1
@@ -282,7 +282,7 @@ def test_ranks_on_several_hosts(findings, world, folder, path, mesh, monkeypatch
     findings.check(filled and all(filled), f"{len(filled)} writes")
     for name, whole in wholes.items():
         findings.same(staging.load(path, name, dim=None, verify=True), whole, name)
-    failure(world, lambda: save(state, folder / "z.h5", window=1000), "more than window=1,000")
+    failure(lambda: save(state, folder / "z.h5", window=1000), "more than window=1,000")
     gc.collect()  # the writer, which what has failed refers to
     world.comm.Barrier()
     findings.check(os.listdir(folder) == ["x.h5"], os.listdir(folder))
@@ -320,7 +320,7 @@ class Custom:
     __hash__ = None
 
 
-def test_values_that_are_no_tensors(findings, world, path):
+def test_values_that_are_no_tensors(findings, path):
     """Torch's own safe types load; others if they are asked for."""
     deep = []
     for _ in range(200):
@@ -331,7 +331,7 @@ def test_values_that_are_no_tensors(findings, world, path):
     load(got, path)
     findings.check(torch.equal(got.pop("pair")[0], torch.ones(2)), "pair")
     findings.check(got == safe and type(got["size"]) is torch.Size, got)
-    failure(world, lambda: load({"own": None}, path), "own is stored as a pickle")
+    failure(lambda: load({"own": None}, path), "own is stored as a pickle")
     own = {"own": None}
     load(own, path, allow_pickle=True)
     findings.check(own["own"] == Custom(), own)
@@ -341,7 +341,7 @@ class Caching(dcp.DefaultSavePlanner):
     """torch keeps plans by the name of this class."""
 
 
-def test_a_planner_that_keeps_plans(world, findings, path):
+def test_a_planner_that_keeps_plans(findings, path):
     """The save that it makes plans for is as any other; one with plans of an earlier save is refused."""
 
     def saved(value):
@@ -349,11 +349,11 @@ def test_a_planner_that_keeps_plans(world, findings, path):
         dcp.save({"x": torch.full((2,), value)}, storage_writer=HDF5Writer(path), planner=planner)
 
     saved(1.0)
-    failure(world, lambda: saved(2.0), "HD419", [0])
+    failure(lambda: saved(2.0), "HD419", [0])
     findings.same(staging.load(path, "x", dim=None), torch.ones(2), "x")
 
 
-def test_what_is_refused(world, folder, path):
+def test_what_is_refused(folder, path):
     x = torch.ones(2)
     for state, options, text in (
         ({"x": torch.eye(3).to_sparse()}, {}, "float32 with layout torch.sparse_coo"),
@@ -363,11 +363,11 @@ def test_what_is_refused(world, folder, path):
         ({"n": 3}, {"checkpoint_id": folder / "x.safetensors"}, "an HDF5 file is written"),  # it would hold no values
         ({"x": x}, {"checkpoint_id": folder / "x.npy"}, "an HDF5 file is written"),
     ):
-        failure(world, lambda s=state, o=options: dcp.save(s, storage_writer=HDF5Writer(path), **o), text)
+        failure(lambda s=state, o=options: dcp.save(s, storage_writer=HDF5Writer(path), **o), text)
     alone = lambda: dcp.save({}, storage_writer=HDF5Writer(path), use_collectives=False)  # noqa: E731
-    raised = raises_on_all_ranks(world.comm, ValueError, alone)
-    assert_on_all_ranks(world.comm, "use_collectives" in str(raised), raised)
+    raised = raises_on_all_ranks(ValueError, alone)
+    assert_on_all_ranks("use_collectives" in str(raised), raised)
     # Until torch 2.12, DCP drops the words of a reader that cannot read a file at all.
     text = "no such file" if torch.__version__ >= (2, 13) else "metadata is None"
-    failure(world, lambda: load({}, folder / "no.h5"), text)
-    holds(world, folder)
+    failure(lambda: load({}, folder / "no.h5"), text)
+    holds(folder)

@@ -32,9 +32,9 @@ def one_file(folder, world):
     """Nothing is left beside the file, and the next save succeeds."""
     yield
     world.comm.Barrier()  # rank 0 removes what there was, each on its own
-    holds(world, folder, "x.h5")
+    holds(folder, "x.h5")
     staging.save(folder / "x.h5", X)
-    same(world, staging.load(folder / "x.h5", dim=None)[:3], X)
+    same(staging.load(folder / "x.h5", dim=None)[:3], X)
 
 
 def test_piecewise_with_a_hole_or_twice_at_one_place(world, rank, folder):
@@ -46,8 +46,8 @@ def test_piecewise_with_a_hole_or_twice_at_one_place(world, rank, folder):
                 for place in places:
                     file.write("x", torch.ones(1, dtype=torch.int8), (place,))
 
-        refused(world, f"x: {count} elements were written, expected {extent}, each once", write)
-        holds(world, folder)
+        refused(f"x: {count} elements were written, expected {extent}, each once", write)
+        holds(folder)
 
 
 def test_piecewise_that_raises(world, folder):
@@ -62,7 +62,7 @@ def test_piecewise_that_raises(world, folder):
             raise ZeroDivisionError
         with pytest.raises(ValueError, match="the file is closed"):
             file.write("x", X[0], (0,))
-    assert_on_all_ranks(world.comm, len(os.listdir("/proc/self/fd")) == before)
+    assert_on_all_ranks(len(os.listdir("/proc/self/fd")) == before)
 
     def leave_early():
         with open_():
@@ -71,7 +71,7 @@ def test_piecewise_that_raises(world, folder):
 
     if world.world_size > 1:  # one rank calls something else at the end
         with one_file(folder, world):
-            refused(world, "staging.close()", leave_early)
+            refused("staging.close()", leave_early)
 
 
 @pytest.mark.parametrize("foreign", [False, True])
@@ -94,7 +94,7 @@ def test_a_file_that_is_replaced_while_it_is_opened(foreign, world, folder, monk
         return contents
 
     monkeypatch.setattr(module, "describe", late)
-    same(world, staging.load(folder / "old.h5", "w", dim=None, verify=False), torch.full((50,), 2))
+    same(staging.load(folder / "old.h5", "w", dim=None, verify=False), torch.full((50,), 2))
 
 
 def test_names_that_cannot_be_in_one_dict(world, folder):
@@ -104,10 +104,10 @@ def test_names_that_cannot_be_in_one_dict(world, folder):
         if world.rank == 0:
             save_file({name: torch.full((2,), i) for i, name in enumerate(names)}, path)
         world.comm.Barrier()
-        refused(world, "cannot both be in one nested dict", staging.load, path)
+        refused("cannot both be in one nested dict", staging.load, path)
         for i, name in enumerate(names):
             if name:
-                same(world, staging.load(path, name, dim=None), torch.full((2,), i))
+                same(staging.load(path, name, dim=None), torch.full((2,), i))
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -118,7 +118,7 @@ def test_progress_that_raises(writer, world, folder):
         options = {"dim": dim, "progress": raising, "window": 16, "writer": writer}
         with one_file(folder, world):
             text = "progress raised ZeroDivisionError: no such luck"
-            refused(world, text, staging.save, folder / "x.h5", X + 1, **options)
+            refused(text, staging.save, folder / "x.h5", X + 1, **options)
 
 
 @pytest.mark.parametrize("path", ["x.h5", "x.safetensors", "piecewise"])
@@ -198,7 +198,7 @@ def test_a_write_that_fails(again, world, rank, folder, monkeypatch):
 
     if again:
         close()
-        same(world, staging.load(folder / "x.h5", "x", dim=None), torch.arange(n).expand(100, n))
+        same(staging.load(folder / "x.h5", "x", dim=None), torch.arange(n).expand(100, n))
     else:
-        refused(world, f"{100 * (n - 1)} elements were written, expected {100 * n}, each once", close, ranks=range(n))
-        holds(world, folder)
+        refused(f"{100 * (n - 1)} elements were written, expected {100 * n}, each once", close, ranks=range(n))
+        holds(folder)

@@ -76,17 +76,17 @@ def test_a_mistake_is_the_same_error_everywhere(everywhere, world, last, rank, f
         right = {"box": ((0, 0), (3, 2))} if "box" in wrong else {}
         given = wrong if everywhere or rank == last else right
         ranks = range(world.world_size) if everywhere else [last]
-        error = refused(world, text, call, folder, ranks=ranks, **given)
-        assert_on_all_ranks(world.comm, all(text in problem for problem in error.problems.values()), error)
-        holds(world, folder, "old.h5")
+        error = refused(text, call, folder, ranks=ranks, **given)
+        assert_on_all_ranks(all(text in problem for problem in error.problems.values()), error)
+        holds(folder, "old.h5")
         call(folder, **right)
         world.comm.Barrier()
         (folder / "x.h5").unlink(missing_ok=True)
-    refused(world, "dim names 'm.w', which is not there", load, folder, dim={"m.w": None})
+    refused("dim names 'm.w', which is not there", load, folder, dim={"m.w": None})
 
 
 @several_ranks
-def test_ranks_that_differ(world, last, rank, folder, monkeypatch):
+def test_ranks_that_differ(last, rank, folder, monkeypatch):
     odd = rank == last
     cases = {
         "tensor 'a' is None, where rank 0 has 'torch.int64 of shape (*, 2), dim 0'": {
@@ -108,12 +108,12 @@ def test_ranks_that_differ(world, last, rank, folder, monkeypatch):
     for text, given in cases.items():
         if not given:
             monkeypatch.setattr(drivers, "active", lambda: ("posix" if odd else "mpio", ""))
-        refused(world, text, save, folder, ranks=[last], **given)
-        holds(world, folder)
+        refused(text, save, folder, ranks=[last], **given)
+        holds(folder)
     monkeypatch.undo()
-    refused(world, "called ", lambda: save(folder) if rank else hd.concat(X))
+    refused("called ", lambda: save(folder) if rank else hd.concat(X))
     save(folder, "old.h5")
-    refused(world, "verify is True, where rank 0 has None", load, folder, ranks=[last], verify=odd or None)
+    refused("verify is True, where rank 0 has None", load, folder, ranks=[last], verify=odd or None)
 
 
 def damage(folder):
@@ -140,10 +140,10 @@ def test_files_that_cannot_be_loaded(world, folder, monkeypatch):
     path = folder / "good.h5"
     staging.save(path, torch.arange(30).view(10, 3))
     wrong = world.comm.bcast(damage(folder) if world.rank == 0 else None)
-    refused(world, "holds no tensor 'weight'; it has: data", staging.load, path, "weight")
+    refused("holds no tensor 'weight'; it has: data", staging.load, path, "weight")
     for name, text in wrong.items():
         for options in ({}, {"dim": 1, "verify": True}, {"dim": None}):
-            refused(world, f"{name}: {text}", staging.load, folder / name, **options)
+            refused(f"{name}: {text}", staging.load, folder / name, **options)
         with pytest.raises(hd.FileError) as caught, staging.open(folder / name) as file:
             file.read("data")
         assert f"{name}: {text}" in str(caught.value)
@@ -163,13 +163,13 @@ def test_folders_that_cannot_be_written(world, folder, monkeypatch):
     wrong |= dict.fromkeys(("y.h5/", "y.h5/.", "y.safetensors/", "y.pt/"), "is the name of a folder")
     for name, text in wrong.items():
         path = f"{folder}/{name}"
-        refused(world, text, staging.save, path, X, ranks=[0])
-        refused(world, text, staging.open, path, "w", {"x": ((3,), torch.float32)}, ranks=[0])
+        refused(text, staging.save, path, X, ranks=[0])
+        refused(text, staging.open, path, "w", {"x": ((3,), torch.float32)}, ranks=[0])
     huge = torch.empty(1, dtype=torch.int8).expand(2**42 // world.world_size)
-    refused(world, "y.h5: no space for the output", save, folder, "y.h5", huge, ranks=[0])
+    refused("y.h5: no space for the output", save, folder, "y.h5", huge, ranks=[0])
     monkeypatch.setattr(os, "access", lambda *a: False)
-    refused(world, "the folder is not writable", save, folder, "y.h5", ranks=[0])
-    holds(world, folder, "x.h5")
+    refused("the folder is not writable", save, folder, "y.h5", ranks=[0])
+    holds(folder, "x.h5")
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -198,12 +198,12 @@ def test_a_step_that_fails(step, place, code, dim, world, size, folder, monkeypa
     window = 48_000 if dim == 0 else 96_000 * size
     again = partial(save, folder, tensors=big, dim=dim, writer="posix", window=window)
     if step == "pwrite":
-        refused(world, f"writing failed: {os.strerror(code)}", again, ranks=ranks)
+        refused(f"writing failed: {os.strerror(code)}", again, ranks=ranks)
     else:
-        refused(world, os.strerror(code), again)
+        refused(os.strerror(code), again)
     monkeypatch.undo()
-    holds(world, folder, "x.h5")
-    same(world, staging.load(folder / "x.h5", dim=None)[:3], X)
+    holds(folder, "x.h5")
+    same(staging.load(folder / "x.h5", dim=None)[:3], X)
     again()
 
 
@@ -215,8 +215,8 @@ def test_a_folder_that_is_not_shared(writer, world, last, folder, monkeypatch):
     monkeypatch.setattr(paths, "PATIENCE", 0.2)
     if world.rank == last:
         monkeypatch.setattr(os.path, "exists", lambda path: exists(path) and not str(path).endswith(".part"))
-    refused(world, "the folder is not shared by all nodes", save, folder, ranks=[last], writer=writer)
-    holds(world, folder)
+    refused("the folder is not shared by all nodes", save, folder, ranks=[last], writer=writer)
+    holds(folder)
     monkeypatch.undo()
     save(folder, writer=writer)
 
@@ -231,7 +231,7 @@ def left_behind(target, content):
 def test_what_other_jobs_write_and_have_left(world, folder):
     """Two do not write one file at once; leftovers are swept, and links are kept."""
     other = Commit(folder / "x.h5") if world.rank == 0 else None
-    refused(world, "this process is writing it already", save, folder)
+    refused("this process is writing it already", save, folder)
     if other is not None:
         other.discard()
         (folder / "there").mkdir()
@@ -239,9 +239,9 @@ def test_what_other_jobs_write_and_have_left(world, folder):
         (folder / "x.h5").symlink_to("there/x.h5")
     world.comm.Barrier()
     save(folder)
-    holds(world, folder / "there", "x.h5")
-    assert_on_all_ranks(world.comm, (folder / "x.h5").is_symlink())
-    same(world, staging.load(folder / "x.h5", dim=None)[:3], X)
+    holds(folder / "there", "x.h5")
+    assert_on_all_ranks((folder / "x.h5").is_symlink())
+    same(staging.load(folder / "x.h5", dim=None)[:3], X)
 
 
 @pytest.mark.parametrize(("name", "driver"), [*(("x.h5", name) for name in WRITERS), ("x.safetensors", "posix")])
@@ -263,9 +263,9 @@ def test_resume(dim, name, driver, world, last, rank, folder, monkeypatch):
         put(self, i, row, piece)
 
     monkeypatch.setattr(RankWriter, "put", failing)
-    refused(world, "made up", resume)
+    refused("made up", resume)
     (left,) = folder.glob(".*.part")
-    holds(world, folder, left.name, f"whole{name}")
+    holds(folder, left.name, f"whole{name}")
     if rank == 0:
         with left.open("r+b") as file:  # a piece that was complete is damaged by now, and so is what is no data
             file.seek(left.read_bytes().index(bytes(x[100:101, :20].numpy())) + 3)
@@ -285,11 +285,11 @@ def test_resume(dim, name, driver, world, last, rank, folder, monkeypatch):
         if is_last:
             unreadable = Mock(side_effect=OSError(errno.EIO, "unreadable"))
             patch.setattr(sys.modules["hpcdist.staging.writer"], "holds", unreadable)
-        refused(world, "unreadable", resume, ranks=[last])
+        refused("unreadable", resume, ranks=[last])
     resume()
     twice = again & {*calls[:4]}
-    assert_on_all_ranks(world.comm, twice == {0} & {*calls[:4]}, f"written twice: {twice}")
-    same(world, *(staging.load(folder / path, "data", dim=None, verify=True) for path in (name, f"whole{name}")))
+    assert_on_all_ranks(twice == {0} & {*calls[:4]}, f"written twice: {twice}")
+    same(*(staging.load(folder / path, "data", dim=None, verify=True) for path in (name, f"whole{name}")))
 
 
 def long(value):
@@ -321,17 +321,17 @@ def test_what_another_save_has_left_is_not_mixed_in(dim, world, folder):
         else:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Target, "complete", lambda self, *args: 1 / 0)
-                refused(world, "division by zero", save, folder, **second)
+                refused("division by zero", save, folder, **second)
             second |= change
         world.comm.Barrier()
         save(folder, **second)
         expected = torch.cat([second["tensors"]] * world.world_size, dim)
-        same(world, staging.load(path, dim=None, verify=True), expected, change)
+        same(staging.load(path, dim=None, verify=True), expected, change)
         with staging.open(path) as file:
             got, wanted = file.attrs("data"), second["attrs"].get("data", {})
-        assert_on_all_ranks(world.comm, got.keys() == wanted.keys(), got)
-        assert_on_all_ranks(world.comm, all(np.array_equal(got[key], x) for key, x in wanted.items()), got)
-        holds(world, folder, "x.h5")
+        assert_on_all_ranks(got.keys() == wanted.keys(), got)
+        assert_on_all_ranks(all(np.array_equal(got[key], x) for key, x in wanted.items()), got)
+        holds(folder, "x.h5")
         world.comm.Barrier()
 
 
@@ -382,6 +382,6 @@ def test_working_folder_that_is_gone(world, last, folder, monkeypatch):
     with monkeypatch.context() as patch:
         if world.rank == last:
             patch.setattr(os, "getcwd", Mock(side_effect=FileNotFoundError("gone")))
-        refused(world, "gone", staging.save, "x.h5", X, ranks=[last])
-        refused(world, "no such file", staging.load, "absent.h5")
+        refused("gone", staging.save, "x.h5", X, ranks=[last])
+        refused("no such file", staging.load, "absent.h5")
     staging.save(folder / "x.h5", X)

@@ -112,7 +112,7 @@ def test_damage_is_one_error(comm, findings, world, rank, folder, monkeypatch):
                     os.pwrite(file.fileno(), bytes([os.pread(file.fileno(), 1, at)[0] ^ 1]), at)
             world.comm.Barrier()
             if damaged:
-                error = refused(world, f"{name}: piece", load)
+                error = refused(f"{name}: piece", load)
                 findings.check("is damaged" in str(error), error)
     read_at, forget = plain.read_at, plain.forget
 
@@ -131,13 +131,13 @@ def test_damage_is_one_error(comm, findings, world, rank, folder, monkeypatch):
     findings.check(bool(forgotten) == is_last, "read again")
 
 
-def test_a_rank_that_cannot_read(comm, findings, world, last, folder, monkeypatch):
+def test_a_rank_that_cannot_read(comm, findings, rank, last, folder, monkeypatch):
     """The others go on with it to the end; the callback's own error as well."""
     staging.save(folder / "x.h5", LARGE, None, window=30_000)
     load = partial(staging.load, folder / "x.h5", dim=None, verify=False, group=comm)
-    fail = Mock(side_effect=OSError(5, "mine") if world.rank == last else None)
-    refused(world, "mine", load, progress=fail, ranks=[last])
+    fail = Mock(side_effect=OSError(5, "mine") if rank == last else None)
+    refused("mine", load, progress=fail, ranks=[last])
     findings.same(load(), LARGE, "afterwards")
-    if world.rank == last:
+    if rank == last:
         monkeypatch.setattr(plain, "read_at", fail)
-    refused(world, "mine", load, ranks=[last])
+    refused("mine", load, ranks=[last])

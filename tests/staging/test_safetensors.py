@@ -43,7 +43,7 @@ def test_several_files_and_their_index(world, rank, size, findings, folder, monk
     shards = {name: x.tensor_split(size)[rank] for name, x in wholes.items()}
     save, write = partial(staging.save, path, shards, window=100), RankWriter.write
     save(max_shard_size="1KB")
-    holds(world, folder, "model.safetensors")
+    holds(folder, "model.safetensors")
     world.comm.Barrier()
     path.unlink(missing_ok=True)
 
@@ -54,15 +54,15 @@ def test_several_files_and_their_index(world, rank, size, findings, folder, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(RankWriter, "write", failing)
-        refused(world, "a broken disk", save, max_shard_size=200)
-    holds(world, folder)
+        refused("a broken disk", save, max_shard_size=200)
+    holds(folder)
     save(max_shard_size=200, resume=True)
     index = json.loads((folder / INDEX).read_text())
     names = {f"layer.{k}": f"model-{n:05d}-of-00004.safetensors" for k, n in enumerate((1, 1, 2, 3, 4))}
     findings.check(index == {"metadata": {"total_size": 16 * 35}, "weight_map": names}, index)
     for name, whole in wholes.items():
         findings.same(load_file(folder / names[name])[name], whole, name)
-    holds(world, folder, *{*names.values()}, INDEX)
+    holds(folder, *{*names.values()}, INDEX)
 
 
 def test_a_name_holds_the_last_save_alone(world, findings, folder, monkeypatch):
@@ -95,7 +95,7 @@ def test_a_name_holds_the_last_save_alone(world, findings, folder, monkeypatch):
     ):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, value)
-            refused(world, text, save, 300, ranks=[0])
+            refused(text, save, 300, ranks=[0])
         held = [load_file(folder / f"model-0000{k}-of-00002.safetensors") for k in (1, 2)]
         findings.check({float(x[0]) for part in held for x in part.values()} == olds, "files have their names in turn")
         findings.check(len(os.listdir(folder)) == 2, "an index of old and new files")
@@ -103,7 +103,7 @@ def test_a_name_holds_the_last_save_alone(world, findings, folder, monkeypatch):
     findings.check(index.exists(), "again")
 
 
-def test_what_the_format_cannot_hold(world, folder):
+def test_what_the_format_cannot_hold(folder):
     x = torch.ones(2)
     cases = [
         ({"x": x.to(torch.complex128)}, {}, "'x' has dtype torch.complex128"),
@@ -114,9 +114,9 @@ def test_what_the_format_cannot_hold(world, folder):
         ({}, {"max_shard_size": "5 XB"}, "max_shard_size is '5 XB'"),
     ]
     for tensors, options, text in cases:
-        refused(world, text, staging.save, folder / "x.safetensors", tensors, **options)
-    refused(world, "is for .safetensors files", staging.save, folder / "x.h5", {}, max_shard_size=9)
-    holds(world, folder)
+        refused(text, staging.save, folder / "x.safetensors", tensors, **options)
+    refused("is for .safetensors files", staging.save, folder / "x.h5", {}, max_shard_size=9)
+    holds(folder)
 
 
 # --- folders, as Hugging Face's libraries and hpcdist lay them out ----------------------------------------------------
@@ -170,7 +170,7 @@ def test_groups_and_no_index(folder, world, rank):
     assert staging.load(folder, dim=None)["a"].keys() == {"z"}
 
 
-def test_a_load_waits_for_the_save_of_its_folder(folder, world):
+def test_a_load_waits_for_the_save_of_its_folder(folder):
     for turn, path in enumerate((folder / INDEX, folder)):
         now = {name: x + turn for name, x in WHOLES.items()}
         handle = staging.save(folder / "model.safetensors", now, None, max_shard_size="1KB", async_op=True)
@@ -223,4 +223,4 @@ def test_what_is_wrong_with_a_folder(case, folder, world):
     if world.rank == 0:
         make(folder)
     world.comm.Barrier()
-    refused(world, text, staging.load, folder, "x")
+    refused(text, staging.load, folder, "x")

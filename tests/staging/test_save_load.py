@@ -202,10 +202,10 @@ def test_random_draws(comm, world, rank, size, findings, folder, monkeypatch):
 def test_a_part_of_the_ranks(world, rank, folder):
     """A communicator of every second rank saves and loads while the others do so in a file of their own."""
     half = world.comm.Split(rank % 2, -rank)
-    path = folder / f"x{world.rank % 2}.h5"
+    path = folder / f"x{rank % 2}.h5"
     staging.save(path, torch.full((half.rank + 1,), rank), group=half)
     expected = torch.cat([torch.full((r + 1,), s) for r, s in enumerate(half.allgather(rank))])
-    same(world, staging.load(path, dim=None, group=half), expected)
+    same(staging.load(path, dim=None, group=half), expected)
     half.Free()
 
 
@@ -220,6 +220,6 @@ def test_long_paths(writer, world, folder):
         world.comm.Barrier()
         path = deep / f"{'x' * 50}.h5"
         staging.save(path, x, writer=writer)
-        same(world, staging.load(path, "b"), x["b"], path)
+        same(staging.load(path, "b"), x["b"], path)
         with h5py.File(path, locking=False) as file:
-            assert_on_all_ranks(world.comm, file["b"].id.get_offset() % 2**20 == 0)
+            assert_on_all_ranks(file["b"].id.get_offset() % 2**20 == 0)

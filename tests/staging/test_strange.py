@@ -70,7 +70,7 @@ def test_no_other_file_than_the_one_that_is_named_is_read(world, folder):
     for spec, (name, text) in wrong.items():
         path = folder / spec.partition(":")[0]
         for wanted in (name,) if ":" in spec else (name, None):
-            refused(world, text, staging.load, path, wanted)
+            refused(text, staging.load, path, wanted)
         for by_library in (False, True):
             with pytest.raises(HpcdistError) as caught:
                 load(f"{path}:{name}", by_library)
@@ -78,10 +78,10 @@ def test_no_other_file_than_the_one_that_is_named_is_read(world, folder):
         with pytest.raises(FileError) as refusal, staging.open(path) as file:
             file.read(name)
         assert text in str(refusal.value)
-    same(world, staging.load(folder / "own.h5", "y", dim=None), torch.arange(4))
-    same(world, staging.load(folder / "ours.h5", "x", dim=None), X)
+    same(staging.load(folder / "own.h5", "y", dim=None), torch.arange(4))
+    same(staging.load(folder / "ours.h5", "x", dim=None), X)
     for name in ("round", "group/deep"):
-        refused(world, f"{name} (a link, which is not followed)", staging.load, folder / "link.h5", name)
+        refused(f"{name} (a link, which is not followed)", staging.load, folder / "link.h5", name)
 
 
 SHAPES = {
@@ -100,14 +100,14 @@ SHAPES = {
 }
 
 
-def test_sizes_and_values_that_nothing_can_have(world, last, rank, size, folder):
+def test_sizes_and_values_that_nothing_can_have(last, rank, size, folder):
     make = partial(staging.open, folder / "x.h5", "w")
     for name, (shape, text) in SHAPES.items():
         for alone in (False, True):
             given = (4,) if alone and rank != last else shape
             differ = alone and last and name == "more than the disk"
-            refused(world, "tensors is {'x': ((" if differ else text, make, {"x": (given, torch.int64)}, what=name)
-    holds(world, folder)
+            refused("tensors is {'x': ((" if differ else text, make, {"x": (given, torch.int64)}, what=name)
+    holds(folder)
     with make({"x": ((1,) * 32, torch.int64)}, window=2**80) as file:
         if rank == 0:
             file.write("x", torch.ones((1,) * 32, dtype=torch.int64), (0,) * 32)
@@ -122,11 +122,11 @@ def test_sizes_and_values_that_nothing_can_have(world, last, rank, size, folder)
         (X, {"attrs": {"data": 3}}, "must be a dict"),
         *([(one.expand(2**63 - 1), {}, "no file has more than")] * (last > 0)),  # a sum beyond int64
     ]
-    errors = [refused(world, text, staging.save, folder / "y.h5", x, **options) for x, options, text in saves]
-    errors.append(refused(world, "is not in shape", staging.load, folder / "x.h5", box=((2**70, 0), (1, 1))))
+    errors = [refused(text, staging.save, folder / "y.h5", x, **options) for x, options, text in saves]
+    errors.append(refused("is not in shape", staging.load, folder / "x.h5", box=((2**70, 0), (1, 1))))
     with staging.open(folder / "x.h5") as file, pytest.raises(ValueError, match="is not in shape"):
         file.read("x", (2**70, 0), (1, 1))
-    errors.append(refused(world, "counts", staging.load, folder / "x.h5", counts=[2**70] * size))
-    assert_on_all_ranks(world.comm, all(len(str(e).splitlines()) <= 1 + size for e in errors), errors)
-    holds(world, folder, "x.h5")
+    errors.append(refused("counts", staging.load, folder / "x.h5", counts=[2**70] * size))
+    assert_on_all_ranks(all(len(str(e).splitlines()) <= 1 + size for e in errors), errors)
+    holds(folder, "x.h5")
     staging.load(folder / "x.h5", window=2**80)

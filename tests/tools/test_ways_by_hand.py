@@ -51,9 +51,9 @@ def test_wrong_data_on_one_rank_end_it_on_all(world, size):
 
     for call in (late, nothing, changes):
         case = Case(world.comm, "concat", torch.float32, [[4]] * size)
-        error = raises_on_all_ranks(world.comm, HpcdistError, lambda c=call, of=case: check(Contender("x", c), of))
-        found = f"'x' gave wrong data, or changed its input, on rank {world.world_size - 1} [HD901]"
-        assert_on_all_ranks(world.comm, found in str(error), error)
+        error = raises_on_all_ranks(HpcdistError, lambda c=call, of=case: check(Contender("x", c), of))
+        found = f"'x' gave wrong data, or changed its input, on rank {size - 1} [HD901]"
+        assert_on_all_ranks(found in str(error), error)
 
 
 def test_rounds_are_interleaved_alike_on_all_ranks(world, size):
@@ -72,11 +72,11 @@ def test_rounds_are_interleaved_alike_on_all_ranks(world, size):
     ways = [call("a", 5), call("b", 5), call("c", 40), Contender("d", lambda case: 1 / 0, lambda case: "not here")]
     case = Case(world.comm, "concat", torch.float32, [[4]] * size)
     timings = measure(ways, case, 20, 0.8)
-    assert_on_all_ranks(world.comm, world.comm.allgather(order) == [order] * size, "order")
-    assert_on_all_ranks(world.comm, world.comm.allgather(timings) == [timings] * size, "timings")
+    assert_on_all_ranks(world.comm.allgather(order) == [order] * size, "order")
+    assert_on_all_ranks(world.comm.allgather(timings) == [timings] * size, "timings")
     a, b, c, d = timings
-    assert_on_all_ranks(world.comm, d.skipped == "not here" and d.rounds == 0, d)
-    assert_on_all_ranks(world.comm, c.seconds.median >= 0.04 and a.seconds.median >= 0.005, timings)
-    assert_on_all_ranks(world.comm, c.rounds <= b.rounds and a.rounds >= 5, timings)
+    assert_on_all_ranks(d.skipped == "not here" and d.rounds == 0, d)
+    assert_on_all_ranks(c.seconds.median >= 0.04 and a.seconds.median >= 0.005, timings)
+    assert_on_all_ranks(c.rounds <= b.rounds and a.rounds >= 5, timings)
     mixed = "".join(order)
-    assert_on_all_ranks(world.comm, "ab" in mixed and "ba" in mixed, mixed)
+    assert_on_all_ranks("ab" in mixed and "ba" in mixed, mixed)

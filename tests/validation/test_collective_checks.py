@@ -172,17 +172,17 @@ def test_a_mistake_of_one_rank_and_of_all(world, size, mistake):
             changes = {mistake.name: value} if at_fault else {}
             if isinstance(changes.get("x"), dict):  # without counts there is no number of rows that is too small
                 changes["counts"] = [ROWS] * size
-            _check(world, mistake.verb, named, mistake.told, _call, world, mistake.verb, root, changes)
-    goes_on(world)
+            _check(mistake.verb, named, mistake.told, _call, world, mistake.verb, root, changes)
+    goes_on()
 
 
-def _check(world, verb, named, told, call, *args):
+def _check(verb, named, told, call, *args):
     """A call is refused for what is `told`, a regular expression, of the ranks that are named."""
-    error = refused(world, f"{verb}() was refused on all ranks", call, *args, ranks=named)
+    error = refused(f"{verb}() was refused on all ranks", call, *args, ranks=named)
     right = [
         re.search(told, problem) and f"rank {rank}: {problem}" in str(error) for rank, problem in error.problems.items()
     ]
-    assert_on_all_ranks(world.comm, error.verb == verb and all(right), f"expected {told!r} in {error}")
+    assert_on_all_ranks(error.verb == verb and all(right), f"expected {told!r} in {error}")
     return error
 
 
@@ -218,8 +218,8 @@ def test_ranks_that_differ(world, size, verb, name, values, what, texts):
         changes = {name: values[variants[world.rank]]}
         where = [str(rank) for rank, variant in enumerate(variants) if variant == usual]
         expected = rf"{re.escape(what + texts[1 - usual])}, where ranks? {', '.join(where)} ha(s|ve) "
-        _check(world, verb, named, expected + re.escape(texts[usual]), _call, world, verb, 0, changes)
-        goes_on(world)
+        _check(verb, named, expected + re.escape(texts[usual]), _call, world, verb, 0, changes)
+        goes_on()
 
 
 @several_ranks
@@ -227,7 +227,7 @@ def test_dims_that_are_the_same_in_other_words(world, rank):
     """-1 and 1 are one dim of a matrix; a rank may count from either end."""
     x = torch.full((2, 1), rank)
     result = hd.concat(x, 1 if rank % 2 else -1)
-    assert_on_all_ranks(world.comm, result.tolist() == [list(range(world.world_size))] * 2, result)
+    assert_on_all_ranks(result.tolist() == [list(range(world.world_size))] * 2, result)
 
 
 @several_ranks
@@ -238,8 +238,8 @@ def test_roots_of_split_that_differ(world, size):
         x = torch.zeros(size, 3) if mine == world.rank else None
         usual = Counter(believed).most_common(1)[0][0]
         named = [rank for rank, root in enumerate(believed) if root != usual]
-        _check(world, "split", named, rf"root is \d, where ranks? [\d, ]+ ha(s|ve) {usual}", hd.split, x, 0, mine)
-        goes_on(world)
+        _check("split", named, rf"root is \d, where ranks? [\d, ]+ ha(s|ve) {usual}", hd.split, x, 0, mine)
+        goes_on()
 
 
 @several_ranks
@@ -258,8 +258,8 @@ def test_an_out_of_split_that_does_not_fit_what_the_root_sends(world, size, out,
         others = [rank for rank in range(size) if rank != root]
         for guilty in [{rank} for rank in others] + [set(others)]:
             changes = {"out": out} if world.rank in guilty else {}
-            _check(world, "split", sorted(guilty), told, _call, world, "split", root, changes)
-            goes_on(world)
+            _check("split", sorted(guilty), told, _call, world, "split", root, changes)
+            goes_on()
 
 
 @several_ranks
@@ -269,16 +269,16 @@ def test_counts_that_differ(world, size):
     for theirs in ([ROWS - 1] * size, [ROWS], "chunk"):
         for rank in range(1, size):
             counts = [ROWS] * size if world.rank == 0 else theirs if world.rank == rank else None
-            _check(world, "split", [rank], r"counts is .*, where rank 0 has \(2, 2", hd.split, x, 0, 0, counts)
-    goes_on(world)
+            _check("split", [rank], r"counts is .*, where rank 0 has \(2, 2", hd.split, x, 0, 0, counts)
+    goes_on()
 
 
-def test_counts_written_in_other_ways(world, rank, size):
+def test_counts_written_in_other_ways(rank, size):
     """Integers of any kind are the same counts, in the next call too, and the rule may be named or left out."""
     x = torch.arange(size) if rank == 0 else None
     for way in ([True] * size, np.ones(size, dtype=np.int8), torch.ones(size, dtype=torch.int64), (1,) * size, None):
         mine = hd.split(x, counts=way if rank == 0 else "block" if way is None else [1] * size)
-        assert_on_all_ranks(world.comm, mine.tolist() == [rank], f"{way!r}: {mine}")
+        assert_on_all_ranks(mine.tolist() == [rank], f"{way!r}: {mine}")
 
 
 @several_ranks
@@ -295,8 +295,8 @@ def test_different_verbs(world, size):
         usual = called[0] if size == 2 else one
         named = [rank for rank, verb in enumerate(called) if verb != usual]
         told = rf"called {other if usual == one else one}\(\), where ranks? [\d, ]+ called {usual}\(\)"
-        _check(world, called[0], named, told, verbs[called[world.rank]])
-    goes_on(world)
+        _check(called[0], named, told, verbs[called[world.rank]])
+    goes_on()
 
 
 @several_ranks
@@ -304,8 +304,8 @@ def test_a_mistake_and_a_difference_at_once(world, size):
     """Each rank is told its own."""
     x = {0: [print], 1: torch.zeros(2, dtype=torch.float64)}.get(world.rank, torch.zeros(2))
     expected = [0] if size == 2 else [0, 1] if size > 3 else [0, 2]
-    refused(world, "rank 0: x[0] is a builtins.builtin_function", hd.concat, x, ranks=expected)
-    goes_on(world)
+    refused("rank 0: x[0] is a builtins.builtin_function", hd.concat, x, ranks=expected)
+    goes_on()
 
 
 def test_an_error_in_a_group_is_the_groups(world, rank):
@@ -318,8 +318,8 @@ def test_an_error_in_a_group_is_the_groups(world, rank):
     except hd.RankError as error:
         caught = list(error.problems)
     expected = [0] if rank % 2 == 0 else None
-    assert_on_all_ranks(world.comm, caught == expected, f"problems of {caught}, expected {expected}")
-    goes_on(world)
+    assert_on_all_ranks(caught == expected, f"problems of {caught}, expected {expected}")
+    goes_on()
     comm.Free()
 
 
@@ -355,10 +355,10 @@ def test_an_error_on_one_rank_is_everyones(world, error, told, exchange):
 
     results = exchange(world.comm, "name", step)
     expected = 7 if on_root else [10 * rank + 7 for rank in range(world.world_size)]
-    assert_on_all_ranks(world.comm, (results, len(ran)) == (expected, not on_root or world.rank == 0), (results, ran))
-    caught = _check(world, "open", [0], told, exchange, world.comm, "open", lambda: step(True))
+    assert_on_all_ranks((results, len(ran)) == (expected, not on_root or world.rank == 0), (results, ran))
+    caught = _check("open", [0], told, exchange, world.comm, "open", lambda: step(True))
     kept = caught.__cause__ is (error if world.rank == 0 else None)  # with its traceback
-    assert_on_all_ranks(world.comm, kept, caught.__cause__)
+    assert_on_all_ranks(kept, caught.__cause__)
 
 
 def test_what_fails_does_not_keep_what_the_caller_holds(world):
@@ -375,7 +375,7 @@ def test_what_fails_does_not_keep_what_the_caller_holds(world):
         kept = [ref() is not None for ref in map(refused, (objects.run_on_root, objects.run_on_all))]
     finally:
         gc.enable()
-    assert_on_all_ranks(world.comm, kept == [False, False], kept)
+    assert_on_all_ranks(kept == [False, False], kept)
 
 
 # --- what the functions say ------------------------------------------------------------------------------------------

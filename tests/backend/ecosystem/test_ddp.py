@@ -63,7 +63,7 @@ def _backward(hook=None):
 
 @several_ranks
 @pytest.mark.parametrize("what", FUTURES)
-def test_a_refused_call_is_an_error_for_all_that_read_its_future(what, world, rank, last):
+def test_a_refused_call_is_an_error_for_all_that_read_its_future(what, rank, last):
     """In C++, too, which takes the value of a future for tensors."""
     step = FUTURES[what] if rank == last else lambda: dist.broadcast(torch.ones(1), 0)
     with pytest.raises(RuntimeError) as raised:
@@ -71,8 +71,8 @@ def test_a_refused_call_is_an_error_for_all_that_read_its_future(what, world, ra
     error = raised.value
     quoted = rank == last and what in ("DDP with a hook", "DDP with a hook that returns its future", "future")
     right = "HD301" in str(error) and isinstance(error, RankError) is not quoted
-    assert_on_all_ranks(world.comm, right, f"{type(error)}: {error}")
-    goes_on(world)
+    assert_on_all_ranks(right, f"{type(error)}: {error}")
+    goes_on()
 
 
 class _Branches(nn.Module):

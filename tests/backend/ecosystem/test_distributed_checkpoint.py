@@ -78,7 +78,7 @@ def test_a_whole_state_dict_from_and_to_rank_0(world, rank, findings):
     model, alone = mlp(seed=4), mlp(seed=4)
     fully_shard(model, mesh=_Part(world, range(world.world_size)).mesh)
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    findings.check(bool(whole) == (rank == 0), f"rank {world.rank} has {list(whole)}")
+    findings.check(bool(whole) == (rank == 0), f"rank {rank} has {list(whole)}")
     if rank == 0:
         check_close(findings, whole.values(), alone.state_dict().values(), "gathered", 0)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

@@ -68,9 +68,9 @@ def test_a_full_disk_is_the_same_error_everywhere_and_leaves_nothing(world, shar
 
     with monkeypatch.context() as patch:
         patch.setattr(tarfile.TarFile, "extract", limited)
-        refused(world, "No space left on device [HD410]", staged, comm, shared, to)
-    assert_on_all_ranks(comm, _left(to) == [], to)
-    assert_on_all_ranks(comm, _holds(staged(comm, shared, to), to))
+        refused("No space left on device [HD410]", staged, comm, shared, to)
+    assert_on_all_ranks(_left(to) == [], to)
+    assert_on_all_ranks(_holds(staged(comm, shared, to), to))
 
 
 @several_ranks
@@ -80,7 +80,7 @@ def test_what_cannot_be_read_is_the_same_error_everywhere(world, shared, to, num
     comm, new, opened = world.comm, to / "new", stage.opened
     done = staged(comm, shared, to)
     text = f"{new.parent.with_name('local0')}/new: no such folder"
-    refused(world, text, staged, comm, shared, to if comm.rank else new, ranks=[0])
+    refused(text, staged, comm, shared, to if comm.rank else new, ranks=[0])
 
     def broken(entry):
         if entry.info.name == f"data/{number}":
@@ -92,8 +92,8 @@ def test_what_cannot_be_read_is_the_same_error_everywhere(world, shared, to, num
     with monkeypatch.context() as patch:
         patch.setattr(stage, "opened", broken)
         text = f"{shared}/data/{number}: cannot be read: Input/output error [HD402]"
-        refused(world, text, staged, comm, shared, new if comm.rank else to)
-    assert_on_all_ranks(comm, _holds(done, to) and (comm.rank == 0 or _left(new) == []))
+        refused(text, staged, comm, shared, new if comm.rank else to)
+    assert_on_all_ranks(_holds(done, to) and (comm.rank == 0 or _left(new) == []))
 
 
 @several_ranks
@@ -110,8 +110,8 @@ def test_what_is_damaged_on_its_way_gets_no_name(world, shared, to, monkeypatch)
 
     broadcast = stage.broadcast
     monkeypatch.setattr(stage, "broadcast", damaging)
-    refused(world, "were damaged in transit [HD404]", staged, comm, shared, to)
-    assert_on_all_ranks(comm, _left(to) == [], to)
+    refused("were damaged in transit [HD404]", staged, comm, shared, to)
+    assert_on_all_ranks(_left(to) == [], to)
 
 
 def test_a_disk_that_hangs_ends_the_job(tmp_path):
