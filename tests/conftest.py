@@ -42,6 +42,13 @@ def pytest_configure(config):
         sys.stdout = log.open("w", buffering=1)
 
 
+def pytest_itemcollected(item):
+    """A test that asks for the world is one of ranks, and one that asks for that of GPUs is one of those."""
+    asked = getattr(item, "fixturenames", ())
+    for mark in ("mpi",) * ("world" in asked) + ("mpi", "gpu") * ("gpu_world" in asked):
+        item.add_marker(mark)
+
+
 def pytest_collection_modifyitems(config, items):
     """Deselect what cannot run in this job; nothing is skipped."""
     size = 0 if _comm is None else _comm.size

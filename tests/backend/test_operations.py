@@ -12,7 +12,7 @@ import hpcdist as hd
 from hpcdist.backend import collectives
 from hpcdist.layout import limits
 
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*unbatched P2P")]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*unbatched P2P")
 
 EVERY_DTYPE = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64),

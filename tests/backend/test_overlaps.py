@@ -9,7 +9,7 @@ from collective import all_gather_single, reduce_scatter_single
 
 from hpcdist.backend import collectives
 
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 MEMORY = 64  # elements a rank, each with a value of its own
 DRAWS = 40

@@ -17,7 +17,6 @@ from torch.profiler import profile
 from hpcdist.errors import RankError
 from hpcdist.runtime import registration
 
-pytestmark = pytest.mark.mpi
 UNSIGNED = [torch.uint16, torch.uint32, torch.uint64]
 
 

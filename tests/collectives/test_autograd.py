@@ -11,8 +11,6 @@ from collective import goes_on, refused, several_ranks
 
 import hpcdist as hd
 
-pytestmark = pytest.mark.mpi
-
 ROUTES = ("mpi", "gloo", "hdf5")
 CASES = ("even", "ragged", "zero in the middle", "all on one rank")
 

@@ -11,8 +11,6 @@ from torch import Tensor
 import hpcdist as hd
 from hpcdist.runtime.world import team_of
 
-pytestmark = pytest.mark.mpi
-
 VERBS = ("concat", "gather", "split", "redistribute")
 COLUMNS = (3, 300)  # extents of the other dim: the data travel with the headers, and they do not
 

@@ -30,8 +30,6 @@ from hpcdist.tensors import message as packing
 from hpcdist.tensors.storage import copyable, row_major
 from hpcdist.validation import collective
 
-pytestmark = pytest.mark.mpi
-
 FIXED = 20_250_701
 RANKS = 3  # with so many, all examples; in other runs a few
 FEW = 50

@@ -13,8 +13,6 @@ from hpcdist import activity
 from hpcdist.runtime.world import team_of
 from hpcdist.tensors import dtensor
 
-pytestmark = pytest.mark.mpi
-
 
 def test_out_that_overlaps_x(findings, size):
     whole = whole_of((size, size), torch.int32)

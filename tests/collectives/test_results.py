@@ -13,8 +13,6 @@ import hpcdist as hd
 from hpcdist.collectives import results
 from hpcdist.process import machine
 
-pytestmark = pytest.mark.mpi
-
 
 @pytest.fixture(autouse=True)
 def low(monkeypatch):

@@ -14,8 +14,6 @@ from collective import assert_on_all_ranks, goes_on, refused, several_ranks
 import hpcdist as hd
 from hpcdist.collectives import structures
 
-pytestmark = pytest.mark.mpi
-
 
 class Metrics(NamedTuple):
     loss: Any

@@ -12,8 +12,6 @@ from mpi4py import MPI
 
 import hpcdist as hd
 
-pytestmark = pytest.mark.mpi
-
 ROUTES = ("mpi", "gloo")
 SHAPES = [(1,), (1, 3), (2, 1, 3), (2, 3, 1, 2)]  # the extent along dim is put in
 

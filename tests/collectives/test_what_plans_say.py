@@ -13,8 +13,6 @@ from hpcdist.routes.select import StagedRoute
 from hpcdist.runtime.world import team_of
 from hpcdist.tensors import pool
 
-pytestmark = pytest.mark.mpi
-
 SMALL, LARGE = 4, 40_000  # elements of float32: behind the headers, and above all limits but the pool's
 SPIED = [  # what moves data: (class, method, what a plan calls it)
     (mpi.Mpi, "exchange", "MPI sends and receives"),

@@ -16,8 +16,6 @@ import hpcdist as hd
 from hpcdist.routes import mpi
 from hpcdist.runtime.world import context, team_of
 
-pytestmark = pytest.mark.mpi
-
 
 def test_a_copy_of_a_communicator_has_a_team_of_its_own(world):
     """The team hangs on one communicator: MPI must not copy it to a duplicate that outlives it."""

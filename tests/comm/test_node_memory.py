@@ -36,7 +36,6 @@ def _concat(world, group, findings, expected):
     return whole
 
 
-@pytest.mark.mpi
 def test_without_room_results_are_private_and_say_why(world, last, group, findings):
     """On one rank, at the first use; then there is room again."""
     with pytest.MonkeyPatch.context() as patch:
@@ -47,7 +46,6 @@ def test_without_room_results_are_private_and_say_why(world, last, group, findin
     _concat(world, group, findings, "None")
 
 
-@pytest.mark.mpi
 def test_room_for_one_result_is_enough(world, group, findings):
     """Though the ranks take their parts of it one after the other."""
     room = int(1.2 * 4 * SIZE * world.world_size)
@@ -64,7 +62,6 @@ def test_room_for_one_result_is_enough(world, group, findings):
     del whole
 
 
-@pytest.mark.mpi
 def test_what_nobody_holds_is_given_back(world, group, findings):
     """By empty_cache(); and beyond a bound after a while, not only when another window is made."""
 
@@ -97,7 +94,6 @@ def test_what_nobody_holds_is_given_back(world, group, findings):
     _concat(world, group, findings, "None")
 
 
-@pytest.mark.mpi
 def test_the_systems_own_refusal_is_no_signal(world, group, findings):
     """A limit of the size of files holds for memory without a name, too."""
     _concat(world, group, findings, "None")  # which is kept, and used again below the limit
@@ -112,7 +108,6 @@ def test_the_systems_own_refusal_is_no_signal(world, group, findings):
     del kept
 
 
-@pytest.mark.mpi
 def test_the_number_of_windows_is_bounded(world, group, findings):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(node_memory, "SLOTS", 3)
@@ -129,7 +124,6 @@ def test_the_number_of_windows_is_bounded(world, group, findings):
         findings.check(kept < 1.05 * other.nbytes, f"{kept} bytes are kept beside {other.nbytes}")
 
 
-@pytest.mark.mpi
 def test_few_windows_that_nobody_holds_are_kept(world, group, findings):
     """Each takes descriptors, however small it is: results of many sizes, held and then dropped."""
     with pytest.MonkeyPatch.context() as patch:

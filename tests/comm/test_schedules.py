@@ -24,7 +24,6 @@ def _sent(log):
     return [event._replace(ranks=(), peer=event.peer * (event.name != "Wait")) for event in events]
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize(("case", "nbytes"), [("concat", 24), ("split", 24), *product(CASES, (2**13, 2**21 + 2**13))])
 def test_bytes_and_messages_of_a_real_job(case, nbytes, rank, size):
     team = team_of()

@@ -159,7 +159,6 @@ def test_files(tmp_path):
         assert job.out.count(f"do not apply: {why}") == 1, job.out
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("algorithm", tuning.ALGORITHMS["allgatherv"])
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_forced_algorithm_is_taken_and_right(world, size, findings, algorithm, nodes, monkeypatch):
@@ -178,7 +177,6 @@ def test_a_forced_algorithm_is_taken_and_right(world, size, findings, algorithm,
     group.Free()
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("algorithm", tuning.ALGORITHMS["alltoallv"])
 def test_a_forced_redistribute_is_right(world, rank, size, findings, algorithm):
     """Into new memory, into an `out` that is strided on one rank alone, and back by its gradient."""
@@ -201,7 +199,6 @@ def test_a_forced_redistribute_is_right(world, rank, size, findings, algorithm):
     group.Free()
 
 
-@pytest.mark.mpi
 def test_a_single_rank_sends_itself_no_pieces(findings):
     """A message to itself that nobody receives would wait for ever, if it is large."""
     x = torch.arange(2**20)

@@ -2,13 +2,10 @@
 
 from functools import partial
 
-import pytest
 from collective import assert_on_all_ranks, raises_on_all_ranks
 
 import hpcdist as hd
 from hpcdist.control import objects
-
-pytestmark = pytest.mark.mpi
 
 
 def test_what_cannot_be_pickled_on_one_rank(world, last):

@@ -11,8 +11,6 @@ import hpcdist as hd
 from hpcdist.layout import limits
 from hpcdist.tensors.storage import DTYPES, as_bytes, bits
 
-pytestmark = [pytest.mark.mpi, pytest.mark.gpu]
-
 TYPES = list(DTYPES)[:: 9 if STAND_IN else 1]
 CASES = ("even", "ragged", "zero first", "zero last", "all on one rank", "all zero")
 

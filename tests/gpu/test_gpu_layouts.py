@@ -11,8 +11,6 @@ import hpcdist as hd
 from hpcdist.layout import limits
 from hpcdist.tensors import message
 
-pytestmark = [pytest.mark.mpi, pytest.mark.gpu]
-
 
 def _equal(x, y):
     return isinstance(x, Tensor) and on_gpu(x) and torch.equal(x.cpu(), y)

@@ -5,8 +5,6 @@ import torch
 
 import hpcdist as hd
 
-pytestmark = [pytest.mark.mpi, pytest.mark.gpu]
-
 BUSY = 1_000_000_000  # cycles: half a second of the GPU
 
 

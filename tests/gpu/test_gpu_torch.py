@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 import hpcdist as hd
 from hpcdist.staging.dcp import HDF5Reader, HDF5Writer
 
-pytestmark = [pytest.mark.mpi, pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 SIZES = [0, 3, 1000, 1 << 18]  # elements: none, inline, small, large
 

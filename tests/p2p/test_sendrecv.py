@@ -18,8 +18,6 @@ from hpcdist.p2p import transfers
 from hpcdist.p2p.transfers import RecvTurn
 from hpcdist.runtime.world import context
 
-pytestmark = pytest.mark.mpi
-
 
 def _peers(world):
     """The next rank of the ring, and the one before."""

@@ -14,8 +14,6 @@ from hpcdist.layout import limits
 from hpcdist.routes import node_copy
 from hpcdist.runtime.world import team_of
 
-pytestmark = pytest.mark.mpi
-
 # The extent along dim is put in.
 SHAPES = [((1,), 0), ((0, 1), 1), ((1, 3), 0), ((2, 1, 3), 1), ((5, 1), 1), ((2, 3, 1, 2), 2)]
 PLACES = {  # the node of each rank

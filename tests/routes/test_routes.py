@@ -22,8 +22,6 @@ from hpcdist.runtime.world import context, team_of
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.validation import collective
 
-pytestmark = pytest.mark.mpi
-
 PIECE = 7  # bytes: divides no message of the tests evenly
 
 

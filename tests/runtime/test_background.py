@@ -51,7 +51,6 @@ def test_an_error_comes_out_of_wait(world, size, findings):
     findings.check(after.wait(60).numel() == 3 * size, "after")
 
 
-@pytest.mark.mpi
 def test_a_wait_of_any_length(world, rank, size, findings):
     """Infinity is no limit, and so is what is longer than a thread can wait; a wrong one is this rank's own error."""
     x = torch.arange(3)
@@ -70,7 +69,6 @@ def test_a_wait_of_any_length(world, rank, size, findings):
         sent.wait(long)
 
 
-@pytest.mark.mpi
 def test_modes_of_the_caller_are_kept(findings):
     x = torch.ones(2, requires_grad=True)
     with torch.no_grad():
@@ -83,7 +81,6 @@ def test_modes_of_the_caller_are_kept(findings):
     findings.check(loud.wait(60).requires_grad, "a gradient")
 
 
-@pytest.mark.mpi
 def test_an_mpi_without_threads(world, monkeypatch):
     """Said at once, and not found out by a crash."""
     from mpi4py import MPI

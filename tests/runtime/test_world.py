@@ -27,7 +27,6 @@ world.finalize()
 """
 
 
-@pytest.mark.mpi
 def test_the_world_is_that_of_mpi(world, rank, findings):
     comm = MPI.COMM_WORLD
     ranks = {(rank, world.world_size), (comm.rank, comm.size), (dist.get_rank(), dist.get_world_size())}

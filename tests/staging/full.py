@@ -12,8 +12,6 @@ from conftest import WRITERS, holds
 import hpcdist as hd
 from hpcdist import staging
 
-pytestmark = pytest.mark.mpi
-
 SMALL = 2**20  # bytes that are left
 
 

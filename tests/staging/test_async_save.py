@@ -22,8 +22,6 @@ from hpcdist.runtime import background
 from hpcdist.staging.save import flights
 from hpcdist.tensors.storage import bits
 
-mpi = pytest.mark.mpi
-
 
 @pytest.fixture
 def gate(monkeypatch):
@@ -60,7 +58,6 @@ def check_file(findings, path, wholes, what):
         findings.same(got[name], x, (what, name))
 
 
-@mpi
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -91,7 +88,6 @@ def test_values_of_the_call(name, options, world, findings, folder):
     findings.check(total == sum(x.nbytes for x in wholes.values()), total)
 
 
-@mpi
 def test_the_folder_of_the_call(gate, findings, folder, monkeypatch):
     """A program that changes its folder meanwhile finds the file where it asked for it."""
     monkeypatch.chdir(folder)
@@ -102,7 +98,6 @@ def test_the_folder_of_the_call(gate, findings, folder, monkeypatch):
     findings.same(staging.load(folder / "x.h5", dim=None), torch.ones(3), "x")
 
 
-@mpi
 def test_the_program_goes_on(gate, world, size, findings, folder):
     """The call returns while the file cannot be written; other calls run meanwhile, also with async_op, also saves."""
     path, (shards, wholes, dims) = folder / "x.h5", some(world)
@@ -126,7 +121,6 @@ def test_the_program_goes_on(gate, world, size, findings, folder):
     check_file(findings, path, wholes, "in the end")
 
 
-@mpi
 @pytest.mark.parametrize("how", ["load", "async", "sync", "another group", "open"])
 def test_two_calls_of_one_name(how, gate, world, findings, folder):
     """The file is that of the later save, which a load sees."""
@@ -152,7 +146,6 @@ def test_two_calls_of_one_name(how, gate, world, findings, folder):
     comm.Free()
 
 
-@mpi
 def test_copies_are_bounded(gate, findings, folder):
     """A second save waits for the memory of the first; a larger state is written before the call returns."""
     x = torch.arange(200_000)
@@ -179,7 +172,6 @@ def test_copies_are_bounded(gate, findings, folder):
     check_file(findings, folder / "c.h5", {name: x + i for i, name in enumerate("abc")}, "the values of the call")
 
 
-@mpi
 @pytest.mark.parametrize("suffix", [".h5", ".safetensors"])
 def test_a_failure_is_raised_by_wait(suffix, world, size, findings, folder, monkeypatch):
     """A mistake of one rank, or a disk without space there; the old file stays, and the job goes on."""

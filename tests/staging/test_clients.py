@@ -21,8 +21,6 @@ from hpcdist.formats.contents import Dataset
 from hpcdist.runtime.world import team_of
 from hpcdist.staging.writer import SaveOptions
 
-pytestmark = pytest.mark.mpi
-
 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_shards_that_meet_in_a_page(writer, findings, world, rank, folder):

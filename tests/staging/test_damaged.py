@@ -108,7 +108,6 @@ def verdict(read):
     return f"wrong: {wrong}" if wrong else "right"
 
 
-@pytest.mark.mpi
 def test_flipped_bits(world, rank, findings, folder):
     """300 of them, of which each rank tries its share on a copy of its own."""
     alone = world.comm.Split(rank)
@@ -174,7 +173,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.mpi
 def test_a_file_is_held_against_its_plan(world, findings, folder):
     """By every reader, where HDF5 itself finds nothing wrong; unless our group is removed with what it describes."""
     path = folder / "x.h5"
@@ -227,7 +225,6 @@ LAWFUL = {
 }  # fmt: skip
 
 
-@pytest.mark.mpi
 def test_what_differs_lawfully_is_read(world, findings, folder):
     write("plain", folder / "good.h5")
     path = folder / "x.h5"
@@ -247,7 +244,6 @@ def test_what_differs_lawfully_is_read(world, findings, folder):
             findings.check(opened.attrs()["epoch"] == 3 and {*opened.names} >= {*more}, f"{name}: {opened.names}")
 
 
-@pytest.mark.mpi
 def test_nothing_is_in_the_global_heap(findings, folder):
     """Which has no checksums: text and names of dtypes are strings of a fixed length, and come back as text."""
     path, grid = folder / "x.h5", [["a"], ["bc"]]

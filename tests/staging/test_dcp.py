@@ -25,7 +25,7 @@ from hpcdist.staging.dcp import HDF5Reader, HDF5Writer
 from hpcdist.staging.drivers import PartFile
 
 # DCP says that it assumes one process, and torch that a class of its own is deprecated.
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 SMALL = 64  # bytes: a window that leaves every tensor in several pieces
 

@@ -11,7 +11,6 @@ from hpcdist import staging
 from hpcdist.formats.known import describe
 from hpcdist.staging.dcp import HDF5Reader, HDF5Writer
 
-mpi = pytest.mark.mpi
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -34,7 +33,6 @@ def _async_save(path, value, seconds=0.5):
     return dcp.async_save({"x": torch.full((3, 2), value)}, storage_writer=Slow(path, go))
 
 
-@mpi
 def test_later_calls_on_the_same_file(findings, folder):
     """A later save is not replaced by an earlier one, and a load sees what was saved before."""
     path, x = folder / "x.h5", torch.zeros(3, 2)
@@ -61,7 +59,6 @@ def test_later_calls_on_the_same_file(findings, folder):
     findings.check(staging.load(path, "x", dim=None).eq(6).all(), "dcp.save came after async_op=True")
 
 
-@mpi
 def test_saves_that_nobody_waits_for(findings, folder):
     """They run in the order of the calls: the newest stays. Also to several files, and by one writer."""
     paths, writer = (folder / "x.h5", folder / "y.h5"), HDF5Writer(folder / "x.h5")

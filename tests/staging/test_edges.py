@@ -18,8 +18,6 @@ import hpcdist as hd
 from hpcdist import staging
 from hpcdist.formats import hdf5
 
-pytestmark = pytest.mark.mpi
-
 X = torch.arange(6).view(3, 2)
 
 

@@ -21,8 +21,6 @@ from hpcdist.staging import drivers
 from hpcdist.staging.reader import OpenFiles
 from hpcdist.staging.writer import RankWriter, Target
 
-pytestmark = pytest.mark.mpi
-
 X = torch.arange(6).view(3, 2)
 
 

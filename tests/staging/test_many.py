@@ -10,8 +10,6 @@ import hpcdist as hd
 from hpcdist import staging
 from hpcdist.formats.hdf5 import record_dtype
 
-pytestmark = pytest.mark.mpi
-
 
 def test_a_table_of_pieces_in_any_order(findings, world, rank, folder):
     """Nothing promises that the pieces of a file come in the order of the tensor."""

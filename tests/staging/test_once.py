@@ -19,8 +19,6 @@ from hpcdist.runtime.world import team_of
 from hpcdist.staging.reader import TensorReader
 from hpcdist.tensors.storage import Scratch
 
-pytestmark = pytest.mark.mpi
-
 LARGE = whole_of((200, 500), torch.int32)
 
 

@@ -29,7 +29,6 @@ class _Copy:
         self.pages.update(range(place // PAGE, -(-(place + len(data)) // PAGE)))
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("seed", range(30))
 def test_each_page_is_written_by_one_rank(seed, world, size, findings, tmp_path, monkeypatch):
     """Arrays anywhere, in pieces of any length, with gaps or without: all bytes arrive, from one rank a page; what is

@@ -17,8 +17,6 @@ import hpcdist as hd
 from hpcdist import staging
 from hpcdist.staging.writer import RankWriter, Target
 
-pytestmark = pytest.mark.mpi
-
 
 def test_the_file_is_the_library_s(findings, folder):
     path = folder / "x.safetensors"

@@ -18,8 +18,6 @@ from hpcdist.formats.known import describe
 from hpcdist.formats.safetensors import SAFETENSORS
 from hpcdist.staging import pieces
 
-pytestmark = pytest.mark.mpi
-
 SMALL = 100  # bytes: a window that divides nothing evenly, so that everything is done in many pieces
 
 

@@ -16,8 +16,6 @@ from hpcdist import staging
 from hpcdist.errors import FileError, HpcdistError
 from hpcdist.formats import hdf5
 
-pytestmark = pytest.mark.mpi
-
 X = torch.arange(6).view(3, 2)
 
 

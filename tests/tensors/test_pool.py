@@ -413,7 +413,6 @@ def _calls(world, folder):
     }
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("held", [1, 3])
 def test_results_of_repeated_calls(findings, world, folder, held):
     """While earlier ones are held."""
@@ -430,7 +429,6 @@ def test_results_of_repeated_calls(findings, world, folder, held):
     findings.check(hd.memory.memory_stats()["num_reuses"] > before, hd.memory.memory_stats())
 
 
-@pytest.mark.mpi
 def test_the_watching_thread_sweeps(findings):
     hd.memory.empty_cache()
     for _ in range(2):

@@ -12,8 +12,6 @@ from hpcdist.errors import HpcdistError
 from hpcdist.tools.compare import CONTENDERS, DTYPES, VERBS, Case
 from hpcdist.tools.timing import Contender, check, measure
 
-pytestmark = pytest.mark.mpi
-
 
 @pytest.fixture(scope="module")
 def gloo(world):

@@ -13,8 +13,6 @@ from training import check_close, check_same_on_all_ranks, data_of, mlp, mse, sh
 
 from hpcdist import RankError
 
-pytestmark = pytest.mark.mpi
-
 SMALL = 2 / 1024  # MiB: several buckets even for a small model
 
 

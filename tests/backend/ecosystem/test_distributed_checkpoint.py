@@ -1,6 +1,5 @@
 """torch.distributed.checkpoint: saved by some ranks with one sharding, loaded by others with another one."""
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -14,8 +13,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from training import batches, check_close, mlp, shard_of, train
-
-pytestmark = pytest.mark.mpi
 
 
 class _Part:

@@ -8,8 +8,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from training import check_close
 
-pytestmark = pytest.mark.mpi
-
 SHAPES = {
     "even": (6, 12, 6),
     "uneven": (7, 5, 3),

@@ -8,8 +8,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from training import ROWS, batches, check_close, data_of, mlp, mse, shard_of, train
 
-pytestmark = pytest.mark.mpi
-
 
 def _sharded(model, **kwargs):
     """Each layer, and the whole, as one would a transformer."""

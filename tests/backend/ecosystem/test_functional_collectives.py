@@ -7,10 +7,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.distributed.nn.functional as differentiable
 from training import check_close
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning"),  # newer torch has other names for some
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 
 
 def _blocks(rank, size):

@@ -17,8 +17,6 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 from training import check_close
 
-pytestmark = pytest.mark.mpi
-
 WIDTH, HIDDEN, WORDS = 6, 12, 11
 
 
