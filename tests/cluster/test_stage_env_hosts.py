@@ -3,11 +3,9 @@
 import os
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
-from launch import DEADLINE, Job, slowness
+from launch import Job
 
 pytestmark = pytest.mark.cluster
 
@@ -57,21 +55,3 @@ def test_each_host_is_sent_the_environment_once_and_runs_from_it(hosts, venv):
         cleaned = hosts.run(name, [sys.executable, *COMMAND, "--cleanup", path])
         assert cleaned == Job(0, "", ""), cleaned
         assert hosts.run(name, ["ls", "-A", STORE]).out == ""
-
-
-def test_after_a_kill_the_next_job_removes_what_is_left(hosts, venv):
-    """And makes its copy. For a disk that is full, see tests/tools."""
-    hosts.rate("160mbit")
-    before = _received(hosts)
-    first = hosts.start_mpirun([1, 1], *COMMAND, "venv", python=sys.executable)
-    end = time.monotonic() + DEADLINE * slowness()
-    while _received(hosts, before)["node2"] < 0.85 * SIZE:
-        assert time.monotonic() < end and first.process.poll() is None
-        time.sleep(0.05)
-    first.kill()
-    hosts.rate(None)
-    assert ".part-" in hosts.run("node2", ["ls", "-A", STORE]).out
-    path = _staged(hosts, [1, 1]).out.strip()
-    for name in hosts.names[:2]:
-        assert hosts.run(name, ["cmp", f"{path}/data", venv / "data"]).status == 0
-        assert hosts.run(name, ["ls", "-A", STORE]).out.split() == [Path(path).parent.name]

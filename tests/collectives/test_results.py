@@ -11,7 +11,6 @@ from collective import change_settings, refused
 
 import hpcdist as hd
 from hpcdist.collectives import results
-from hpcdist.process import machine
 
 
 @pytest.fixture(autouse=True)
@@ -79,10 +78,3 @@ def test_memory_that_one_rank_cannot_have(findings, world, last, size, verb, mon
         with less_than(2**22) if world.rank == last else nullcontext():
             refused("can't allocate memory", call, x, world.rank, plan, ranks=[last])
     findings.check(call(x, world.rank, plan) is not None or world.rank != last, "the next call")
-
-
-def test_what_a_host_has(findings, world, size):
-    findings.check(world.settings.memory == (machine.capacity(),) * size, world.settings.memory)
-    own, host = machine.capacity()
-    findings.check(2**28 < machine.available() <= own <= host, (machine.available(), own, host))
-    findings.check(world.settings.node_of == (0,) * size, world.settings.node_of)

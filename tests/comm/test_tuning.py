@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from collective import change_settings
 from launch import finished
 from mpi4py import MPI
 
@@ -157,24 +156,6 @@ def test_files(tmp_path):
         assert len(lines) == 2 and all(text in line for line in lines for text in texts), (name, lines)
     for why in ("wire is", "it was not measured on nodes: 1, ranks per node: 2"):
         assert job.out.count(f"do not apply: {why}") == 1, job.out
-
-
-@pytest.mark.parametrize("algorithm", tuning.ALGORITHMS["allgatherv"])
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_a_forced_algorithm_is_taken_and_right(world, size, findings, algorithm, nodes, monkeypatch):
-    """On one node, and on two pretended ones that have every second rank."""
-    change_settings(monkeypatch, world, node_of=tuple(rank % nodes for rank in range(size)))
-    counts = [1000 * rank for rank in range(size)] if size > 1 else [1000]
-    whole = torch.arange(sum(counts) * 3).view(-1, 3)
-    start = sum(counts[: world.rank])
-    mine = whole[start : start + counts[world.rank]]
-    group = world.comm.Dup()
-    with team_of(group).forced("allgatherv", Rule(0, 0, algorithm, 1000), {}):
-        said = hd.plan(hd.concat, mine, group=group)
-        findings.check(said.methods == (tuning.ALGORITHMS["allgatherv"][algorithm],), said)
-        findings.same(hd.concat(mine, group=group), whole, algorithm)
-        findings.same(hd.concat(mine.t(), 1, group=group), whole.t().contiguous(), f"{algorithm}, dim 1")
-    group.Free()
 
 
 @pytest.mark.parametrize("algorithm", tuning.ALGORITHMS["alltoallv"])

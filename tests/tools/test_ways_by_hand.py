@@ -1,36 +1,13 @@
-"""Compare: every way to write a call gives what plain indexing gives, and a wrong one is found; the rounds."""
+"""Compare: wrong data of one rank end it on all; the rounds. Every way to write a call: test_compare_command.py."""
 
 import time
-from itertools import product
 
-import pytest
 import torch
-import torch.distributed as dist
 from collective import assert_on_all_ranks, raises_on_all_ranks
 
 from hpcdist.errors import HpcdistError
-from hpcdist.tools.compare import CONTENDERS, DTYPES, VERBS, Case
+from hpcdist.tools.compare import Case
 from hpcdist.tools.timing import Contender, check, measure
-
-
-@pytest.fixture(scope="module")
-def gloo(world):
-    return dist.new_group(backend="gloo")
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_all_give_the_same(verb, findings, world, gloo):
-    p = world.world_size
-    for dtype, rows in product(DTYPES.values(), ([3] * p, [7 * r % 5 for r in range(p)], [5] + [0] * (p - 1))):
-        case = Case(world.comm, verb, dtype, [[n, 40, 3] for n in rows], group=gloo)
-        for contender in CONTENDERS:
-            if not contender.unsupported(case):
-                case.reset()
-                got, context = contender.call(case), f"{contender.name}, {verb} {dtype} {rows}"
-                findings.check((got is None) == (case.expected is None), context)
-                if case.expected is not None:
-                    findings.same(got, case.expected, context)
-                findings.check(case.intact(), f"input of {context}")
 
 
 def test_wrong_data_on_one_rank_end_it_on_all(world, size):

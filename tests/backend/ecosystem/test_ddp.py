@@ -1,4 +1,4 @@
-"""DistributedDataParallel: its reducer, hooks and Join, and ZeroRedundancyOptimizer, as training on one process."""
+"""DistributedDataParallel: its reducer and hooks, as training on one process."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ import torch.distributed._functional_collectives as funcol
 from collective import assert_on_all_ranks, goes_on, several_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from training import check_close, check_same_on_all_ranks, data_of, mlp, mse, shard_of, train
 
@@ -133,23 +132,3 @@ def test_a_hook_that_calls_in_its_callbacks(world, findings):
         found[kind] = [p.detach() for p in ddp.parameters()]
     check_close(findings, found["default"], found["gloo"], "parameters", 1e-9)
     check_same_on_all_ranks(findings, world.comm, found["default"], "parameters")
-
-
-def test_zero_redundancy_optimizer(world, findings):
-    """Each rank keeps the state of some parameters; together, on rank 0, it is that of one process."""
-    data, own = data_of(world)
-    alone, ddp = mlp(), DistributedDataParallel(mlp(), bucket_cap_mb=SMALL / 8)
-    optimizer = torch.optim.Adam(alone.parameters(), 0.01)
-    sharded = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, parameters_as_bucket_view=True, lr=0.01)
-    train(alone, optimizer, data)
-    train(ddp, sharded, own)
-    check_close(findings, ddp.parameters(), alone.parameters(), "parameters")
-    check_same_on_all_ranks(findings, world.comm, list(ddp.parameters()), "parameters")
-    held = sum(len(group["params"]) for group in sharded.optim.param_groups)
-    findings.check(sum(world.comm.allgather(held)) == 6, f"this rank has the state of {held} parameters")
-    sharded.consolidate_state_dict(to=0)
-    if world.rank == 0:
-        got, expected = sharded.state_dict()["state"], optimizer.state_dict()["state"]
-        findings.check(got.keys() == expected.keys(), f"state of {list(got)}, expected {list(expected)}")
-        for key, state in expected.items():
-            check_close(findings, (got[key][n] for n in state), state.values(), f"state of {key}")

@@ -4,10 +4,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
     get_state_dict,
-    set_model_state_dict,
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
@@ -68,16 +65,3 @@ def test_training_goes_on_with_fewer_ranks(world, findings, folder):
         got = [p.full_tensor().detach() for p in other.parameters()]
         check_close(findings, got, [p.detach() for p in alone.parameters()], "after more steps", 1e-10)
     findings.checked += 1
-
-
-def test_a_whole_state_dict_from_and_to_rank_0(world, rank, findings):
-    """full_state_dict gathers to rank 0; broadcast_from_rank0 distributes what it alone has read."""
-    model, alone = mlp(seed=4), mlp(seed=4)
-    fully_shard(model, mesh=_Part(world, range(world.world_size)).mesh)
-    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    findings.check(bool(whole) == (rank == 0), f"rank {rank} has {list(whole)}")
-    if rank == 0:
-        check_close(findings, whole.values(), alone.state_dict().values(), "gathered", 0)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, mlp(seed=5).state_dict() if rank == 0 else {}, options=options)
-    check_close(findings, [p.full_tensor() for p in model.parameters()], mlp(seed=5).parameters(), "distributed", 0)

@@ -1,11 +1,11 @@
-"""DTensor: every placement into every other, distribution of rank 0's tensor, products, as indexing of the whole."""
+"""DTensor: every placement into every other, as indexing of the whole."""
 
 from itertools import product
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from training import check_close
 
 SHAPES = {
@@ -58,17 +58,3 @@ def test_every_placement_into_every_other(world, findings, shape):
         moved = source.redistribute(mesh, [end], async_op=not wait)
         check_close(findings, [moved.to_local() + 0], [_local(whole, end, world.rank, world.world_size)], name)
         check_close(findings, [moved.full_tensor()], [whole], f"{name}, whole")
-
-
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_rank_0_distributes(world, rank, findings, shape):
-    """What the other ranks hold does not count; src_data_rank=None sends nothing."""
-    mesh = _mesh(world)
-    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
-    for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
-        mine = whole if rank == 0 else torch.full_like(whole, -1)
-        got = distribute_tensor(mine, mesh, [placement])
-        expected = _local(whole, placement, rank, world.world_size)
-        check_close(findings, [got.to_local()], [expected], str(placement))
-        got = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
-        check_close(findings, [got.to_local()], [expected], f"{placement}, each its own")

@@ -1,10 +1,9 @@
-"""Functional collectives, eager, differentiated and compiled; and torch.compile over DDP and DTensor."""
+"""Functional collectives, eager and compiled."""
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-import torch.distributed.nn.functional as differentiable
 from training import check_close
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
@@ -43,44 +42,3 @@ def test_eager_and_compiled(rank, size, findings):
     wanted += [torch.cat([torch.arange(float(_rows(r, rank))) + starts[r] + 100 * r for r in range(size)]), blocks[-1]]
     for call in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
         check_close(findings, [y + 0 for y in call(blocks[rank])], wanted, f"{call}")
-
-
-def test_gradients(rank, size, findings):
-    """The transpose of each call: the loss is the sum of all ranks' losses."""
-    group = dist.group.WORLD
-    weights = [
-        torch.arange(2.0 * size * size, dtype=torch.float64).view(size, 2 * size).cos() * (r + 1) for r in range(size)
-    ]
-    x = _blocks(rank, size).requires_grad_()
-
-    def gradient(y, weight):
-        return torch.autograd.grad((y * weight).sum(), x)[0]
-
-    total = sum(weights[1:], weights[0])
-    wide = [torch.cat([w * (i + 1) for i in range(size)]) for w in weights]
-    summed = sum(wide[1:], wide[0])[size * rank : size * (rank + 1)]
-    got = {
-        "all_gather_tensor_autograd": gradient(funcol.all_gather_tensor_autograd(x, 0, group), wide[rank]),
-        "reduce_scatter_tensor_autograd": gradient(
-            funcol.reduce_scatter_tensor_autograd(x, "sum", 0, group),
-            weights[rank][:1],
-        ),
-        "all_to_all_single_autograd": gradient(
-            funcol.all_to_all_single_autograd(x, [1] * size, [1] * size, group),
-            weights[rank],
-        ),
-        "nn.all_reduce": gradient(differentiable.all_reduce(x), weights[rank]),
-        "nn.all_gather": gradient(torch.cat(differentiable.all_gather(x)), wide[rank]),
-        "nn.all_to_all_single": gradient(differentiable.all_to_all_single(torch.empty_like(x), x), weights[rank]),
-    }
-    across = torch.stack([w[rank] for w in weights])
-    expected = {
-        "all_gather_tensor_autograd": summed,
-        "reduce_scatter_tensor_autograd": torch.cat([w[:1] for w in weights]),
-        "all_to_all_single_autograd": across,
-        "nn.all_reduce": total,
-        "nn.all_gather": summed,
-        "nn.all_to_all_single": across,
-    }
-    for name, value in expected.items():
-        check_close(findings, [got[name]], [value], name)

@@ -2,7 +2,6 @@
 
 from copy import deepcopy
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -65,18 +64,6 @@ def _check(findings, model, alone, x, steps=2):
             optimizer.step()
         check_close(findings, *results, f"step {step}")
     check_close(findings, map(_full, model.parameters()), map(_full, alone.parameters()), "parameters")
-
-
-@pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
-def test_columns_then_rows(world, findings, even):
-    """Uneven ones as DTensors throughout: a local tensor does not say of which whole it is a part."""
-    hidden = 4 * world.world_size if even else 7
-    alone = _block(hidden)
-    plan = {"up": ColwiseParallel(use_local_output=even), "down": RowwiseParallel()}
-    model = parallelize_module(deepcopy(alone), _mesh(world), plan)
-    rows = sum(world.comm.allgather(len(model.up.weight.to_local())))
-    findings.check(rows == hidden, f"{rows} rows of the first layer on all ranks, expected {hidden}")
-    _check(findings, model, alone, _input())
 
 
 def test_sequence_parallel(world, size, findings):
