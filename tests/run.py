@@ -54,7 +54,7 @@ def execute(name):
     """Run pytest with its output in a log, and print its end; returns the numbers of tests that passed and failed."""
     environment, np, arguments, on = RUNS[name]
     bin_, log, begin = ROOT / ".venv" / environment / "bin", LOGS / f"{name}.log", time.monotonic()
-    marks = "mpi" + " and not large" * (not ALL) if np else "not mpi" + " and not once" * (name == "mpich-jobs")
+    marks = "mpi" + " and not large" * (not ALL) if np else "not mpi" + " and both" * (name == "mpich-jobs")
     with log.open("wb") as out:
         made = subprocess.run([ROOT / ".ci" / "environment", environment, "test"], stdout=out, stderr=out).returncode
         words = [*LIMIT, *(["bash", "tests/staging/on.sh", on] if on else [])]

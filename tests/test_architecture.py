@@ -12,8 +12,6 @@ from launch import run
 import hpcdist
 from hpcdist.__main__ import COMMANDS
 
-pytestmark = pytest.mark.once
-
 ROOT = Path(hpcdist.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).parents[1]
-pytestmark = pytest.mark.once
 
 
 @pytest.fixture(scope="module")

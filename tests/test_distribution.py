@@ -21,7 +21,7 @@ from hpcdist.process.startup import OLDEST
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 110  # seconds for one of pip's commands, on a machine that may be busy
 LINKS = re.compile(r"\]\(([^)\s]+)\)")
-pytestmark = [pytest.mark.once, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 
 def _run(*command, cwd):

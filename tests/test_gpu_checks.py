@@ -8,7 +8,7 @@ import pytest
 from launch import launcher, slowness
 from settings import ROOT
 
-pytestmark = [pytest.mark.once, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 
 def test_all_checks_of_gpus():

@@ -8,7 +8,6 @@ import textwrap
 import pytest
 from launch import commands, finished, limit, mpirun, run
 
-pytestmark = pytest.mark.once  # tests/clients has it under each MPI
 RUN = ("-m", "hpcdist.run")
 SAY = """
     import json, os, sys

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 from pages import execute, parse
 
 from hpcdist.tools.jobscript import PMIS
@@ -12,6 +13,7 @@ README = (ROOT / "README.md").read_text()
 SLURM = (ROOT / "docs" / "start" / "slurm.md").read_text()
 
 
+@pytest.mark.both
 def test_its_examples_run(tmp_path):
     assert execute([parse("README", README)], tmp_path) == {"README": []}
 

@@ -5,7 +5,6 @@ import os
 import stat
 from pathlib import Path
 
-import pytest
 from launch import commands
 
 import hpcdist
@@ -23,7 +22,6 @@ PLAIN = {  # what this package itself has to say to the job's other ranks; heade
 }
 
 
-@pytest.mark.once
 def test_who_calls_the_methods_of_mpi4py_that_pickle():
     """Besides the examples and the ways by hand of compare, which are users."""
     found = []
@@ -47,7 +45,6 @@ PICKLES = {
 }
 
 
-@pytest.mark.once
 def test_who_knows_pickle_and_that_torch_loads_weights_only():
     for path in ROOT.rglob("*.py"):
         tree = ast.parse(path.read_text())
@@ -137,7 +134,6 @@ STAGING = """
 """
 
 
-@pytest.mark.once
 def test_no_socket_of_ours_listens_beyond_this_node_and_route_hdf5_has_a_folder_of_the_users(tmp_path):
     sockets, staging = commands(2, ["-c", SOCKETS + DETAIL], ["-c", STAGING], env={"TMPDIR": str(tmp_path)})
     assert sockets.out.count("done") == sockets.out.count("init() opened 0\n") == 2, sockets

@@ -10,8 +10,6 @@ from launch import finished
 import hpcdist
 from hpcdist import torch_names
 
-pytestmark = pytest.mark.once
-
 ROOT = Path(hpcdist.__file__).parent
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if path.name != "torch_names.py"]
 OF_PYTHON = {"_exit", "_getframe", "_current_frames", "_replace", "_asdict", "_fields"}

@@ -25,7 +25,7 @@ from hpcdist.tensors import accelerator
 from hpcdist.tools.compare import Case, forced
 from hpcdist.tools.timing import Contender, measure, spread
 
-_VERBS = {
+VERBS = {
     "allgatherv": "concat",
     "gatherv": "gather",
     "scatterv": "split",
@@ -53,7 +53,7 @@ def main(world: World, args: argparse.Namespace) -> int:
     place = team.rules.place
     before = objects.run_on_root(world.comm, "tune", lambda: _before(args.output))
     without = load("nccl").missing(team)
-    operations = [name for name in _VERBS if without is None or not name.startswith("nccl")]
+    operations = [name for name in VERBS if without is None or not name.startswith("nccl")]
     found: dict[str, list[Rule]] = {operation: [] for operation in operations}
     samples, checks = list[Sample](), list[_Comparison]()
     skewed = team.size + 1
@@ -129,11 +129,11 @@ def _case(team: Team, operation: str, total: int, times: int) -> tuple[Case, tup
     if operation == "alltoallv":  # by the bytes of a rank, and of a message
         rows = max(1, total // (8 * width))
         total = 8 * rows * width
-        return Case(team.comm, _VERBS[operation], torch.int64, [[rows, width]] * size), (total, total // size)
+        return Case(team.comm, VERBS[operation], torch.int64, [[rows, width]] * size), (total, total // size)
     rest = total // (8 * (times + size - 1))
     shapes = [[total // 8 - rest * (size - 1)], *[[rest]] * (size - 1)]
     device = team.settings.device if operation.startswith("nccl") else "cpu"
-    case = Case(team.comm, _VERBS[operation], torch.int64, shapes, device)
+    case = Case(team.comm, VERBS[operation], torch.int64, shapes, device)
     return case, (sum(case.nbytes), max(case.nbytes))
 
 

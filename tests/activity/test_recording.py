@@ -52,7 +52,7 @@ def traces(folder):
     return sorted(found, key=lambda trace: (began[trace.header["job"]], trace.header["rank"]))
 
 
-@pytest.mark.parametrize("np", [pytest.param(1, marks=pytest.mark.once), 3])
+@pytest.mark.parametrize("np", [1, pytest.param(3, marks=pytest.mark.both)])
 def test_each_call_is_a_row_that_all_ranks_find_again(np, tmp_path):
     """Of several worlds in one folder, and of one whose folder is lost, which does not hold up the end."""
     job = finished(np, str(PROGRAM), "worlds", str(tmp_path / "new" / "folder"))
@@ -108,7 +108,6 @@ def test_each_call_is_a_row_that_all_ranks_find_again(np, tmp_path):
         assert (last.nbytes, last.number) == (8, recording.ROWS + 100)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("what", ["hang", "error", "dead"])
 def test_a_job_that_is_ended_leaves_its_traces(what, tmp_path):
     """In the folder that a variable names."""
@@ -126,7 +125,6 @@ def test_a_job_that_is_ended_leaves_its_traces(what, tmp_path):
         assert [row.end is None for row in found[1].named("concat")] == [False]
 
 
-@pytest.mark.once
 def test_folders_that_are_refused_or_lost(tmp_path):
     """The table of a hang is printed still."""
     (tmp_path / "file").touch()

@@ -12,6 +12,7 @@ PROGRAM = str(Path(__file__).with_name("process_groups.py"))
 
 
 @pytest.mark.parametrize("np", [0, 3])
+@pytest.mark.both
 def test_jobs_begin_and_end(np):
     job = mpirun(np, PROGRAM, "worlds")
     assert (job.status, job.out.count("survived")) == (0, max(1, np)), job.err
@@ -28,7 +29,6 @@ CASES = {  # number of ranks, deadline of the job, what is said
 }
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_that_does_not_come_ends_the_job(case):
     np, seconds, said = CASES[case]
@@ -117,6 +117,7 @@ BOUND = """
 if BINDS:  # torch asks this of a group's backends
 
     @pytest.mark.parametrize("level", ["OFF", "DETAIL"])
+    @pytest.mark.both
     def test_groups_beside_one_that_is_bound_to_a_gpu(level):
         """Those of backend "mpi" are neither split from NCCL's nor do they keep its ranks waiting."""
         job = mpirun(2, code=BOUND, env={"TORCH_DISTRIBUTED_DEBUG": level})

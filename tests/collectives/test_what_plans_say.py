@@ -185,13 +185,3 @@ def test_wrong_on_this_rank_alone(world):
             hd.plan(verb, x)
     with pytest.raises(TypeError, match="dims"):
         hd.plan(hd.concat, x, dims=0)
-
-
-def test_the_text(size):
-    text = str(hd.plan(hd.concat, torch.zeros(256)))
-    nbytes = f"{1024 * (size - 1):,}"
-    assert text == (
-        f"concat: route mpi, MPI_Allgatherv\n  this rank sends {nbytes} bytes, receives {nbytes} bytes; result: new "
-        "memory\n  because route='auto' takes mpi for data in host memory\n"
-        f"  because the data of a rank are more than the {team_of().inline} bytes that travel behind a header"
-    )

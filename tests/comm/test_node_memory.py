@@ -179,6 +179,7 @@ ENDS = """
 """
 
 
+@pytest.mark.both
 def test_a_child_keeps_the_result_that_it_was_forked_with_and_nothing_is_left_after_kill_9():
     before = set(Path("/dev/shm").iterdir())
     job = mpirun(2, code=ENDS)

@@ -15,8 +15,6 @@ from hpcdist.comm.tuning import Place, Rule, Rules, Sample, Tuned, merged, read
 from hpcdist.routes import c10d, mpi
 from hpcdist.runtime.world import team_of
 
-pytestmark = pytest.mark.once
-
 RULES = {"allgatherv": [Rule(100, 0, "sends"), Rule(100, 4, "ring", 64), Rule(1000, 0, "mpi")]}
 ROW = {"nodes": 1, "ranks_per_node": 2, "total": 0, "skew": 0, "algorithm": "mpi", "segment": 0}
 US = Sample("allgatherv", 0, 1, {"ring": 10, "mpi": 20})

@@ -2,11 +2,8 @@
 
 import threading
 
-import pytest
-
 from hpcdist.comm.worker import Worker
 
-pytestmark = pytest.mark.once
 DEADLINE = 60
 
 

@@ -64,7 +64,6 @@ def read(path):
         return np.asarray(file["data"][()])
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("np_", [0, 3])
 def test_default_input_is_the_standard_library(np_):
     """The hash is that of the files read here, one after the other. What a command prints, rank 0 alone does."""
@@ -82,7 +81,6 @@ def test_default_input_is_the_standard_library(np_):
         assert (done.status, done.out.count(text)) == (0, 1), done
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("np_", [0, 6])
 def test_files_of_any_kind_to_a_file_of_any_kind(np_, tmp_path):
     """Ragged shards, of which the second one is empty, along either dim."""
@@ -98,6 +96,7 @@ def test_files_of_any_kind_to_a_file_of_any_kind(np_, tmp_path):
     assert len(list(tmp_path.iterdir())) == 2 * 5 + len(outs)
 
 
+@pytest.mark.both
 def test_over_every_route_to_one_rank_or_all(tmp_path):
     """One route, or with --compare all of them on the same data."""
     whole = torch.arange(60.0).view(3, 10, 2)
@@ -123,7 +122,6 @@ def test_over_every_route_to_one_rank_or_all(tmp_path):
         assert np.array_equal(np.load(tmp_path / f"{name}.npy"), whole.numpy()), name
 
 
-@pytest.mark.once
 def test_names_that_no_terminal_can_print(tmp_path):
     """Bytes that are no UTF-8, letters that ASCII lacks, a newline: read, written and printed, in one line each."""
     np.save(tmp_path / os.fsdecode(b"a\xff.npy"), np.arange(4))
@@ -228,6 +226,7 @@ if not torch.cuda.is_available():
     MISTAKES |= {f"{GOOD}--route nccl{out}": refused for out in ("", " --root 1", " -o y.h5")}
 
 
+@pytest.mark.both
 def test_bad_input_is_one_clear_line_and_status_2(tmp_path, monkeypatch):
     """Each mistake in turn, in one job; nothing is written."""
     monkeypatch.chdir(tmp_path)
@@ -268,7 +267,6 @@ def test_bad_input_is_one_clear_line_and_status_2(tmp_path, monkeypatch):
     assert sorted(os.listdir()) == before
 
 
-@pytest.mark.once
 def test_split_and_concat(tmp_path):
     """Parts and copies of every kind; bf16 through every format that has it."""
     for kind in (".npy", ".pt", ".npz"):
@@ -320,7 +318,6 @@ RESUMED = """
 TILED = np.tile(WHOLE, (8, 1))
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("line", "change", "pieces"),
     [
@@ -345,7 +342,6 @@ def test_resume_on_another_number_of_ranks(line, change, pieces, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["dcp", "x.npy", output]
 
 
-@pytest.mark.once
 def test_a_damaged_piece_is_named(tmp_path):
     """Whatever is read of it, along any dim, and nothing is written. A file that is not complete is refused."""
     good, bad, part = (tmp_path / name for name in ("good.h5", "bad.h5", "part.h5"))
@@ -381,7 +377,6 @@ def test_a_damaged_piece_is_named(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["bad.h5", "good.h5", "part.h5", "x.npy"]
 
 
-@pytest.mark.once
 def test_verify_reads_in_another_way(tmp_path):
     """What our own reading gets wrong is found, though it is wrong in the same way a second time, and so is what is not
     written as it was read: of every format, streamed and in memory, by all three commands."""
@@ -463,7 +458,6 @@ MEMORY = """
 """
 
 
-@pytest.mark.once
 def test_memory_stays_within_the_window(tmp_path):
     """600 MB gathered with a window of 16 MiB, 128 MiB a rank saved and loaded, and 96 MiB converted: what is resident
     beside the caller's tensors is two windows at most. A conversion reads each byte once."""

@@ -21,8 +21,6 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from hpcdist.errors import FileError
 from hpcdist.formats.known import describe
 
-pytestmark = pytest.mark.once
-
 WHOLES = {
     "rows": whole_of((40, 30), torch.float32),
     "columns": whole_of((30, 40), torch.bfloat16, 1),

@@ -27,8 +27,6 @@ from hpcdist.formats.hdf5 import record_dtype
 from hpcdist.formats.known import describe
 from hpcdist.process import machine
 
-pytestmark = pytest.mark.once
-
 X = np.arange(6)
 
 

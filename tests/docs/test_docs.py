@@ -11,7 +11,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLES = {page.name: page for page in docstrings.pages(DOCS / "reference")}
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 GENERATED = re.compile(r"^(<!-- (?:object|help|checks|codes)\b.*?-->\n).*?(?=^<!-- )", re.MULTILINE | re.DOTALL)
-pytestmark = [pytest.mark.once, pytest.mark.timeout(600)]  # the first test runs the examples of all
+pytestmark = pytest.mark.timeout(600)  # the first test runs the examples of all
 
 
 @pytest.fixture(scope="module")

@@ -30,8 +30,6 @@ from hpcdist.errors import (
     without_hint,
 )
 
-pytestmark = pytest.mark.once
-
 ROOT = Path(hpcdist.__file__).parent
 KEPT = Path(__file__).with_name("codes.txt").read_text().splitlines()
 OWN = {"FileError", "HangError", "HpcdistError", "InputError", "LaunchError", "ArgumentError"}

@@ -11,8 +11,6 @@ from launch import commands
 
 from hpcdist.errors import explain
 
-pytestmark = pytest.mark.once
-
 _COMMAND = re.compile(r"^\$ python -m (hpcdist\.\w+) (.*?)(?:  # (HD\d+))?$")
 
 

@@ -3,13 +3,11 @@
 import re
 from pathlib import Path
 
-import pytest
 from launch import commands
 
 DOC = (Path(__file__).parents[2] / "docs" / "do" / "checkpoints.md").read_text()
 
 
-@pytest.mark.once
 def test_the_conversions_of_the_page(tmp_path):
     """In an order in which the files are there."""
     lines = re.findall(r"\| `mpirun -n 8 python (-m hpcdist convert [^`]*)` \|", DOC)

@@ -3,10 +3,7 @@
 import re
 from textwrap import dedent
 
-import pytest
 from launch import finished, mpirun
-
-pytestmark = pytest.mark.once
 
 
 def test_one_rank_has_nobody_to_send_to():

@@ -21,8 +21,6 @@ from hpcdist.errors import FileError, RankError
 from hpcdist.formats.known import describe
 from hpcdist.staging import open as open_file
 
-pytestmark = pytest.mark.once
-
 X = torch.arange(6.0)
 
 

@@ -14,8 +14,6 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from hpcdist.errors import FileError
 from hpcdist.formats.known import describe
 
-pytestmark = pytest.mark.once
-
 METADATA = b"ctorch.distributed.checkpoint.metadata\n"
 CODE = """
 import sys

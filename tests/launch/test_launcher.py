@@ -8,8 +8,6 @@ from launch import launcher, run
 
 from hpcdist.launch.launcher import VARIABLES, alone, has_rank, nearest, number, on_node, without_launcher
 
-pytestmark = pytest.mark.once
-
 TORCH = {"WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1"}
 ELASTIC = {**TORCH, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "some"}
 IN_SLURM = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}  # as a job script has them

@@ -2,7 +2,6 @@
 
 import re
 
-import pytest
 from launch import limit, mpirun
 
 STORE = """
@@ -89,7 +88,6 @@ STORE = """
 """
 
 
-@pytest.mark.once
 def test_the_store_of_one_node_and_of_ranks_that_cannot_open_each_others_files():
     """These connect by the loopback interface: torch's store, and the watching threads."""
     job = mpirun(2, code=STORE, env={"LIMIT": limit(3)["HPCDIST_TIMEOUT"]})

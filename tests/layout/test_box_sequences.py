@@ -1,4 +1,4 @@
-"""Boxes that follow from arithmetic, and which of them meet another one: as lists of all boxes would give it."""
+"""Boxes in a list, and which of them meet another one: as going through all of them would give it."""
 
 import itertools
 from math import prod
@@ -8,11 +8,9 @@ from hypothesis import given, settings, strategies as st
 
 from hpcdist import layout
 from hpcdist.layout import Box, whole
-from hpcdist.layout.box import Copies, Listed, Shards, cut_shards, grid, summed
+from hpcdist.layout.box import Listed
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
-FEW = st.lists(st.integers(0, 3), max_size=2).map(tuple)
-EXTENTS = st.lists(st.integers(0, 6), min_size=1, max_size=6)
 
 
 @st.composite
@@ -33,29 +31,6 @@ def check_same(found, expected, box):
     """They are the same boxes, and say which of them meet `box`."""
     assert (list(found), len(found)) == (list(expected), len(expected))
     assert found.intersecting(box).tolist() == [i for i, each in enumerate(expected) if each.intersect(box).size()]
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.data(), SHAPES, st.integers(1, 60))
-def test_a_grid(data, shape, limit):
-    box = data.draw(a_box(shape))
-    check_same(grid(shape, limit), list(layout.boxes(whole(shape), limit)), box)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.data(), EXTENTS, FEW, FEW, st.integers(1, 4))
-def test_shards(data, extents, before, after, step):
-    shape, dim = (*before, sum(extents), *after), len(before)
-    ends = itertools.pairwise([0, *itertools.accumulate(extents)])
-    box, every = data.draw(a_box(shape)), [whole(shape).narrow(dim, *of) for of in ends]
-    shards = Shards(shape, dim, summed(extents))
-    check_same(shards, every, box)
-    check_same(Copies(shape, len(extents)), [whole(shape)] * len(extents), box)
-    starts = [range(box.offset[dim], box.offset[dim] + box.shape[dim]) for box in every]
-    cut = [[whole(shape).narrow(dim, k, min(k + step, of.stop)) for k in of[::step]] for of in starts]
-    found, bounds = cut_shards(shards, step)
-    check_same(found, list(itertools.chain(*cut)), box)
-    assert bounds.tolist() == [0, *itertools.accumulate(map(len, cut))]
 
 
 @settings(max_examples=200, deadline=None)

@@ -28,8 +28,10 @@ def job(np, failure, others, **env):
 @pytest.mark.parametrize(
     ("failure", "status", "message"),
     [
-        ("raise ValueError('a mistake of mine')", 1, "ValueError: a mistake of mine"),
-        pytest.param("sys.exit(3)", 3, "", marks=pytest.mark.once),
+        pytest.param(
+            "raise ValueError('a mistake of mine')", 1, "ValueError: a mistake of mine", marks=pytest.mark.both
+        ),
+        ("sys.exit(3)", 3, ""),
     ],
     ids=["raise", "exit"],
 )
@@ -55,7 +57,6 @@ WAYS = {  # the status of the exit that ends the program, and what is printed
 }
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_fail(way):
     failure, status, message = WAYS[way]
@@ -64,7 +65,6 @@ def test_every_way_to_fail(way):
     assert message in done.err
 
 
-@pytest.mark.once
 def test_ranks_that_end_early_are_named():
     """In the error of a verb, which ends the job with its text."""
     endings = "[None, 'sys.exit(0)', 'raise SystemExit(7)', 'exit(6)', 'leave(7)']"
@@ -74,7 +74,6 @@ def test_ranks_that_end_early_are_named():
     assert "rank 0: called concat(), where ranks 1, 2, 3, 4 called finalize(), or reached the end of" in done.err
 
 
-@pytest.mark.once
 def test_an_exit_that_is_not_seen_ends_the_job_by_the_deadline():
     """While the others wait in the user's own MPI."""
     done = job(2, "leave(7)", BARRIER, **limit(4))
@@ -83,7 +82,6 @@ def test_an_exit_that_is_not_seen_ends_the_job_by_the_deadline():
     assert "survived" not in done.out
 
 
-@pytest.mark.once
 def test_a_failure_in_the_middle_of_a_transfer_ends_the_job():
     """No memory for the result on one rank: the others are in the transfer already."""
     failure = """from hpcdist.tensors import blocks

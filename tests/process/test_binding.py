@@ -63,7 +63,6 @@ def test_a_system_that_lists_no_domains_binds_nothing():
     assert choose([(ALL, NO_GPU), ({0, 1}, NO_GPU)], []) == [ALL, {0, 1}]
 
 
-@pytest.mark.once
 def test_init_binds_every_thread_and_refuses_another_word():
     done = mpirun(
         2,

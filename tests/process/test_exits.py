@@ -61,6 +61,7 @@ HARMLESS = """
 """
 
 
+@pytest.mark.both
 def test_what_does_not_end_a_process_does_not_end_the_job():
     job = finished(3, code=HARMLESS)
     assert job.out.count("survived") == 3
@@ -69,7 +70,6 @@ def test_what_does_not_end_a_process_does_not_end_the_job():
     assert "\nSystemExit: 3\n" in job.err  # Python names an exit that it ignores as it would without us
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("way", ["runpy", "hook"])
 def test_a_program_that_another_one_runs(way, tmp_path):
     """As test runners and profilers do."""
@@ -97,7 +97,6 @@ def typed(tmp_path, words, lines):
 PROGRAM = "import sys, torch, code, hpcdist as hd\nworld = hd.init()\n"
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("words", "program", "lines", "status"),
     [
@@ -119,7 +118,6 @@ def test_an_error_at_a_prompt_does_not_end_the_job(words, program, lines, status
     assert job.out.count("alive") == 2
 
 
-@pytest.mark.once
 def test_a_program_on_standard_input_is_no_prompt(tmp_path):
     job = typed(tmp_path, "-", PROGRAM + "if world.rank == 1: 1/0\nhd.concat(torch.ones(1))\n")
     assert job.status == 1
@@ -127,7 +125,6 @@ def test_a_program_on_standard_input_is_no_prompt(tmp_path):
     assert "reached the end of its program" not in job.err
 
 
-@pytest.mark.once
 def test_nothing_keeps_a_job_from_ending():
     """Not the search for who is gone, nor what tells the others; nor a hook that fails."""
     code = """

@@ -7,8 +7,6 @@ import sys
 import pytest
 from launch import mpirun
 
-pytestmark = pytest.mark.once
-
 BEFORE = """
     import multiprocessing, os, time
     import torch

@@ -3,8 +3,6 @@
 import pytest
 from launch import mpirun
 
-pytestmark = pytest.mark.once
-
 BEGIN = """
 import os, signal, sys, time, torch, hpcdist as hd
 world = hd.init()

@@ -10,8 +10,6 @@ from launch import finished, limit, mpirun, python, run
 
 import hpcdist
 
-pytestmark = pytest.mark.once
-
 LOST = {  # what a shell makes of standard output and error
     "ls": ("2>&1 | true", "> /dev/full"),
     "doctor": ("2>&1 | true", ">&-"),

@@ -56,6 +56,7 @@ def changes(body, np=2):
     return {name: set(names.split(", ")) - {""} for name, names in found}
 
 
+@pytest.mark.both
 def test_finalize_puts_everything_back_and_so_does_a_failed_init():
     found = changes("""
 for i in range(2):
@@ -74,7 +75,6 @@ stage("finalized at last")
     assert len(found) == 5 and not any(found.values()), found
 
 
-@pytest.mark.once
 def test_what_the_program_replaces_meanwhile_is_left_and_said():
     found = changes("""
 world = hd.init()
@@ -96,7 +96,6 @@ assert len(calls) == 1 and sys.excepthook is theirs
     assert found["finalized"] == {"sys:excepthook"}
 
 
-@pytest.mark.once
 def test_after_an_error_of_one_rank_alone_in_init_the_others_do_not_wait():
     code = """
     import hpcdist as hd

@@ -132,6 +132,7 @@ if world.rank == 0:
 """
 
 
+@pytest.mark.both
 def test_worlds_that_end_with_calls_under_way():
     job = finished(2, code=BEGIN + ENDS)
     assert job.out.count("refused\n") == 6, job.out
@@ -139,7 +140,6 @@ def test_worlds_that_end_with_calls_under_way():
     assert "rank 1: called finalize(), or reached the end of its program" in job.out
 
 
-@pytest.mark.once
 def test_a_failure_in_the_background_ends_the_job():
     job = mpirun(
         2,
@@ -160,7 +160,6 @@ time.sleep(50)
     assert "the network is gone" in job.err and "failed in the middle of a transfer" in job.err
 
 
-@pytest.mark.once
 def test_a_message_for_which_there_is_no_memory_ends_the_job():
     """Its sender waits for this rank."""
     job = mpirun(
@@ -192,7 +191,6 @@ def show(call):
 )
 
 
-@pytest.mark.once
 def test_async_op_that_differs_is_told_in_the_next_call():
     """Rank 1 calls with async_op what the other calls without: its next call is not taken for that one."""
     code = """
@@ -206,7 +204,6 @@ os._exit(0)
     assert job.out.count("with async_op, which must agree, is 2, where rank 0 has 1") == 2, job.out + job.err
 
 
-@pytest.mark.once
 def test_async_op_that_differs_is_told_at_the_deadline():
     """Where no other call follows, each waits for the other."""
     job = mpirun(

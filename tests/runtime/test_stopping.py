@@ -24,6 +24,7 @@ def job(np, body):
     return mpirun(np, code=HEAD + body)
 
 
+@pytest.mark.both
 def test_a_signal_to_any_rank_at_any_moment(tmp_path):
     """No rank goes one step further than another, and the next run goes on from the file."""
     trials = 200 if ALL else 12
@@ -32,7 +33,6 @@ def test_a_signal_to_any_rank_at_any_moment(tmp_path):
     assert found and int(found[2]) > 1, done.out
 
 
-@pytest.mark.once
 def test_every_kth_call_and_the_exit_status():
     """Only the first call and each k-th after it have a message; each rank exits by itself, without an abort."""
     done = job(
@@ -133,6 +133,7 @@ with hd.init() as world:
 """
 
 
+@pytest.mark.both
 def test_handlers_workers_refusals_and_the_time_of_the_job(tmp_path):
     fake(tmp_path, "squeue", "0:50")
     done = finished(2, "-c", HEAD + HANDLERS + WORKERS + REFUSED + TIME, str(tmp_path))
@@ -141,13 +142,11 @@ def test_handlers_workers_refusals_and_the_time_of_the_job(tmp_path):
     assert (tmp_path / "calls").read_text().split() == ["call", "call"]  # one for each world
 
 
-@pytest.mark.once
 def test_a_program_that_never_asks_ends_by_the_signal():
     done = job(2, "world = hd.init()\nif world.rank: me(TERM)\nhd.concat(torch.ones(1))\nsay('survived')")
     assert done.status != 0 and "survived" not in done.out
 
 
-@pytest.mark.once
 def test_a_second_signal_ends_a_rank_that_waits_in_mpi():
     """One that arrives twice does not: Slurm and mpirun may both send it."""
     done = job(
@@ -196,7 +195,6 @@ def fake(folder, command, prints, words="*"):
     folder.joinpath(command).chmod(0o755)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_the_time_that_a_scheduler_tells(name, tmp_path, monkeypatch, capsys):
     variable, command, words, prints, expected = SCHEDULERS[name]
@@ -208,7 +206,6 @@ def test_the_time_that_a_scheduler_tells(name, tmp_path, monkeypatch, capsys):
     assert ("stop_before has no effect [HD114]" in said) == (name in ("Slurm, no limit", "Slurm, an error")), said
 
 
-@pytest.mark.once
 def test_the_time_of_no_job_of_the_variable_and_of_a_job_in_a_job(tmp_path, monkeypatch):
     assert launcher.time_left({}) is None
     end = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 500)}

@@ -304,6 +304,7 @@ hd.init(backend="gloo").finalize()
 
 
 @pytest.mark.parametrize(("np", "scenarios"), [(2, TWO), (3, THREE)])
+@pytest.mark.both
 def test_worlds_one_after_the_other(np, scenarios):
     """In one job, with the world ended after each scenario."""
     steps = [f"say({name!r})\n{code}\nhd.finalize()\n" for name, code in scenarios.items()]
@@ -311,7 +312,6 @@ def test_worlds_one_after_the_other(np, scenarios):
     assert sorted(done.out.splitlines()) == sorted([*scenarios, "end"] * np), done
 
 
-@pytest.mark.once
 def test_too_few_files_are_refused_before_mpi_starts():
     """By a command in one line. And where MPI runs already: see above."""
     few = """
@@ -325,7 +325,6 @@ def test_too_few_files_are_refused_before_mpi_starts():
     assert "ulimit -n $" not in line and "the hard limit, which is as low" in line, job.err
 
 
-@pytest.mark.once
 def test_torchrun_for_real(tmp_path):
     """Both processes stop, also where they have started torch.distributed; one world each only on purpose."""
     program = tmp_path / "program.py"

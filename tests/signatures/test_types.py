@@ -12,7 +12,6 @@ PROGRAM = Path(__file__).parent / "program.py"
 CHECKERS = {"mypy": ["mypy", "--strict"], "pyright": ["pyright", "--pythonpath", sys.executable]}
 
 
-@pytest.mark.once
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_the_types_of_every_verb(checker):

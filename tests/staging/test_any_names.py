@@ -4,15 +4,12 @@ refuses."""
 import os
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 import hpcdist as hd
 from hpcdist.errors import RankError
 from hpcdist.formats.known import describe
-
-pytestmark = pytest.mark.once
 
 LETTERS = st.one_of(st.sampled_from(["a", "b", "/", ".", "\0", os.fsdecode(b"\xff"), "ß"]), st.characters())
 ODD = ["", "_hpcdist", "_hpcdist/plan", "__metadata__", "torch_dtype", "DCP_SHARDING_INFO", "format", "a" * 70_000]

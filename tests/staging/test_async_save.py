@@ -231,6 +231,7 @@ PROGRAM = """
 
 
 @pytest.mark.parametrize("np", [1, 2])
+@pytest.mark.both
 def test_the_end_of_the_program(np, tmp_path):
     """Waits for the save; a killed job leaves the old file, and the next save sweeps what it has left. A failure is
     reported if nobody waits."""

@@ -274,7 +274,6 @@ HELD = """
 """
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(("np_", "how"), [(0, "open"), (2, "load")])
 def test_a_file_that_holds_hdf5_for_ever_ends_at_the_deadline(np_, how, tmp_path):
     """A foreign one, on a rank without others, too, where h5py holds Python's lock; the line is printed."""

@@ -10,8 +10,6 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from hpcdist.staging.dcp import plan_file
 
-pytestmark = pytest.mark.once
-
 PROGRAM = """
     import itertools, sys, warnings
     import torch

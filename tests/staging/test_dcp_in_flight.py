@@ -86,6 +86,7 @@ END = """
 """
 
 
+@pytest.mark.both
 def test_the_end_of_the_job_waits(tmp_path):
     """Even if nobody waits for the future; where the process group ends, too."""
     finished(2, code=END, cwd=tmp_path)

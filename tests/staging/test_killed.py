@@ -98,6 +98,7 @@ def calibrated(path, *turns):
 
 
 @pytest.mark.timeout(3000)
+@pytest.mark.both
 def test_killed_at_random_points(tmp_path):
     draw, path = random.Random(3), tmp_path / "x.h5"
     measured = calibrated(path, 0, 1, 2) | calibrated(path, 3, 4, 5)

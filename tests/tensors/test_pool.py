@@ -23,8 +23,6 @@ from hpcdist.process import machine
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import DTYPES, as_bytes
 
-pytestmark = pytest.mark.once
-
 MIB = 2**20
 CPU = torch.device("cpu")
 CALLS = 6

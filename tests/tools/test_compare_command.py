@@ -91,6 +91,7 @@ def jobs(folder):
     return dict(zip(lines, commands(2, *lines.values(), cwd=folder), strict=True))
 
 
+@pytest.mark.both
 def test_a_run_and_two_files(folder, jobs):
     """The second of which is the first one with other times; on one rank."""
     one, record = jobs["run"], json.loads((folder / "old.json").read_text())
@@ -141,7 +142,6 @@ def test_bad_input_is_one_line_with_a_code(jobs):
         assert re.search(expected, job.err), job.err
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "line",
     ["concat", "concat float32", "concat float32 3y", "concat float32 -3", "concat complex64 3",

@@ -15,7 +15,6 @@ from launch import finished
 
 from hpcdist.tools.trace import main, read
 
-pytestmark = pytest.mark.once
 JOB = "20261125T021530-1a2b3c4d"
 START = 1_795_572_641_423_831_342  # ns
 CONCAT = "concat at train.py:12 (mpi)"

@@ -4,12 +4,9 @@ import json
 import re
 from pathlib import Path
 
-import pytest
 from launch import commands, mpirun
 
 from hpcdist.comm import tuning
-
-pytestmark = pytest.mark.once
 
 # With made-up times, as shares of those of the other algorithms, in five rounds; plans by these rules; a real run.
 PROGRAM = """
@@ -113,7 +110,7 @@ NCCL = """
 
     sys.path.append(sys.argv[1])
     select.ROUTES["nccl"] = ("nccl_rules", "STAND_IN")
-    tune._VERBS, tune._TOTALS, tune._HELD_OUT = {"nccl allgatherv": "concat"}, [2**14], [2**15]
+    tune.VERBS, tune.TOTALS, tune.HELD_OUT = {"nccl allgatherv": "concat"}, [2**14], [2**15]
     tune.accelerator.shared_gpu = lambda gpus: "ranks 0 and 1"
     tune._report = lambda place, found, checks: f"{len(checks)} checks"
     Path("shapes.txt").write_text("concat int64 3 5\\nconcat int64 4\\ngather int64 3 5")

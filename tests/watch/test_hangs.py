@@ -30,6 +30,7 @@ def hang(np, reasons, verbs="concat", seconds=4):
     return mpirun(np, str(PROGRAM), reasons, verbs, env=env, quick=False)
 
 
+@pytest.mark.both
 def test_the_reasons_are_told_in_a_table_of_all_ranks():
     """Of all at once; each rank that waits raises."""
     np = len(REASONS) + 2
@@ -72,7 +73,6 @@ CALLS = {  # verb: as it is named
 }
 
 
-@pytest.mark.once
 def test_every_call_has_a_deadline():
     """Each rank waits in another one for rank 1."""
     first, *verbs = CALLS
@@ -85,7 +85,6 @@ def test_every_call_has_a_deadline():
             assert re.search(said, job.err, re.MULTILINE), (verb, job.err)
 
 
-@pytest.mark.once
 def test_a_rank_that_never_calls_init():
     job = mpirun(2, str(PROGRAM), "1:no_init", "concat", env={"HPCDIST_TIMEOUT": "1.5", "LIMIT": "1"})
     assert job.status != 0
@@ -93,7 +92,6 @@ def test_a_rank_that_never_calls_init():
     assert re.search(text, job.err), job.err
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(("end", "ranks"), [("end", 5), ("stop", 2)])
 def test_a_rank_that_never_starts_mpi(end, ranks, tmp_path):
     """MPI_Init of the others would wait for ever, and holds Python's lock: none of their threads could tell."""
@@ -103,7 +101,6 @@ def test_a_rank_that_never_starts_mpi(end, ranks, tmp_path):
     assert re.search(said, job.err), job.err
 
 
-@pytest.mark.once
 def test_an_end_that_hangs(tmp_path):
     """Rank 0 waits in MPI_Finalize, which holds Python's lock, and no watch runs any more."""
     words = ["late", limit(4)["HPCDIST_TIMEOUT"], str(tmp_path / "process")]
@@ -126,7 +123,7 @@ def _said_of_a_killed_rank(pid):
 
 @pytest.mark.parametrize(
     ("reason", "status"),
-    [("killed", None), *(pytest.param(*case, marks=pytest.mark.once) for case in (("os_exit", 5), ("os_exit_0", 1)))],
+    [pytest.param("killed", None, marks=pytest.mark.both), ("os_exit", 5), ("os_exit_0", 1)],
 )
 def test_a_death_is_noticed_at_once(reason, status):
     job = hang(2, f"1:{reason}", seconds=40)
@@ -139,7 +136,6 @@ def test_a_death_is_noticed_at_once(reason, status):
     assert re.search(said, job.err + job.out), job.err
 
 
-@pytest.mark.once
 def test_what_rank_1_does_elsewhere_is_left_alone_and_its_threads_put_no_blame_on_others():
     """Forked children, which end in every way, and a current folder that is gone; then many threads."""
     job = hang(3, "0:after,1:harmless+threads,2:after")
@@ -177,7 +173,6 @@ os.write(1, b"survived\\n")
 """
 
 
-@pytest.mark.once
 def test_calls_that_take_long_and_a_signal_that_prints_the_table(tmp_path):
     """The batch system suspends the job for longer than the deadline: nobody has waited meanwhile. Whoever gets the
     signal, the table is printed once, and the job goes on."""
@@ -221,7 +216,6 @@ def _lines(job, begin, count):
     return found
 
 
-@pytest.mark.once
 def test_a_program_that_uses_the_signal_itself_keeps_it_and_ends_as_it_likes_after_finalize():
     code = """
         import os, signal
@@ -244,6 +238,7 @@ def test_a_program_that_uses_the_signal_itself_keeps_it_and_ends_as_it_likes_aft
     assert (job.status, job.out, "os._exit" in job.err) == (0, "got 4\n" * 2, False), job
 
 
+@pytest.mark.both
 def test_a_receive_behind_one_that_is_still_open():
     code = """
         import torch, hpcdist as hd

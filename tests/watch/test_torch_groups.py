@@ -129,7 +129,6 @@ def test_this_package_s_backend_records_its_calls_itself(calls):
 if PLUGINS:  # torch has hooks
     HUNG = r"HangError: all_reduce\(\) of gloo at .*gloo_groups.py:\d+ has waited(?s:.*)rank 1 .* has not reached"
 
-    @pytest.mark.once
     @pytest.mark.parametrize(
         ("case", "said"),
         [

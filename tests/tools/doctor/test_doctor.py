@@ -15,7 +15,7 @@ def doctor(np, *args, env=None, under=()):
 
 
 # 3: MPICH's mpirun must see all of them end well
-@pytest.mark.parametrize("np", [pytest.param(0, marks=pytest.mark.once), 3])
+@pytest.mark.parametrize("np", [0, pytest.param(3, marks=pytest.mark.both)])
 def test_a_healthy_job(np, tmp_path):
     job = finished(np, *DOCTOR, "--json", env={"HPCDIST_STAGING": str(tmp_path)}, quick=np > 0)
     told = json.loads(job.out)  # one report, however many ranks
@@ -67,7 +67,6 @@ BROKEN = {
 }
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("case", BROKEN)
 def test_what_is_broken_is_found(case):
     np, env, expected = BROKEN[case]
@@ -80,7 +79,6 @@ def test_what_is_broken_is_found(case):
     assert "Traceback" not in job.err
 
 
-@pytest.mark.once
 def test_worlds_of_one_tell_once():
     """Two processes that a launcher has started of which the MPI library knows nothing."""
     one = shlex.join([*python(), *DOCTOR])
@@ -97,7 +95,6 @@ resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0}))
 """
 
 
-@pytest.mark.once
 def test_too_few_files_for_mpi():
     """The limit is known before MPI starts, which may fail; init() is refused."""
     for ranks, files in ((0, 20), (2, 24)):
@@ -129,7 +126,6 @@ os.fsync = fsync
 """
 
 
-@pytest.mark.once
 def test_no_h5py_and_a_full_staging_folder(tmp_path):
     (tmp_path / "h5py.py").write_text("raise ImportError('no module named h5py, as it were')")
     (tmp_path / "full").mkdir()
@@ -140,7 +136,6 @@ def test_no_h5py_and_a_full_staging_folder(tmp_path):
     assert list((tmp_path / "full").iterdir()) == []
 
 
-@pytest.mark.once
 def test_a_job_that_works_but_slowly():
     """Two ranks on one core; torch takes all its threads. Nothing of it is broken."""
     job = doctor(2, under=["taskset", "-c", "0", "env", "OMP_NUM_THREADS=64"])
@@ -149,7 +144,6 @@ def test_a_job_that_works_but_slowly():
     assert job.status == 0, job.err
 
 
-@pytest.mark.once
 def test_a_rank_that_never_comes():
     """MPI_Init waits for it without end, with Python's lock in its hand."""
     job = run([*launcher(1), *python(), *DOCTOR, "--limit", "1", ":", "-n", "1", "sleep", "50"])
@@ -166,7 +160,6 @@ raise ImportError("h5py is not for this test")
 """
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("ill", "text"),
     [

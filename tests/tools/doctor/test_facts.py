@@ -17,8 +17,6 @@ from hpcdist.tensors import accelerator
 from hpcdist.tools.doctor import examine
 from hpcdist.tools.doctor.__main__ import parser
 
-pytestmark = pytest.mark.once
-
 # The files of a process's control groups: /proc/self/cgroup, and those below /sys/fs/cgroup; and where the limit is.
 VERSION_1 = (
     "9:name=systemd:/\n4:memory:/slurm/job_7/step_0\n2:cpu,cpuacct:/slurm/job_7/step_0\n0::/\n",

@@ -10,8 +10,6 @@ from hpcdist.tools.doctor.__main__ import report
 from hpcdist.tools.doctor.checks import CHECKS, Finding, judge
 from hpcdist.tools.doctor.examine import launch
 
-pytestmark = pytest.mark.once
-
 
 def text_of(findings, name):
     return next(finding.text for finding in findings if finding.name == name)

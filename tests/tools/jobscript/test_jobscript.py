@@ -19,8 +19,6 @@ from hpcdist.errors import InputError
 from hpcdist.tools import jobscript
 from hpcdist.tools.jobscript import KINDS, OTHER_PMIS, PMIS, Shape, main, write
 
-pytestmark = pytest.mark.once
-
 SCRIPTS = Path(__file__).parents[3] / "jobscripts"
 GOLDEN = Path(__file__).parent / "golden"
 

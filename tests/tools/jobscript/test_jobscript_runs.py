@@ -16,8 +16,6 @@ from launch import launcher, run
 from hpcdist.launch.launcher import nearest, on_node
 from hpcdist.tools.jobscript import Shape, write
 
-pytestmark = pytest.mark.once
-
 # What each rank finds.
 WHO = """
 import json, os, sys

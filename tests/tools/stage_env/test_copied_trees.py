@@ -9,8 +9,6 @@ from hpcdist.errors import FileError
 from hpcdist.tools.stage_env import stage
 from hpcdist.tools.stage_env.stage import Packer, relocation, unpack
 
-pytestmark = pytest.mark.once
-
 
 def unpacked(packer, folder):
     folder.mkdir()

@@ -14,8 +14,6 @@ from hpcdist.errors import FileError
 from hpcdist.tools.stage_env import __main__ as command
 from hpcdist.tools.stage_env.stage import Copy, Packer, cleanup, open_folder
 
-pytestmark = pytest.mark.once
-
 
 @pytest.fixture
 def packer(tmp_path):

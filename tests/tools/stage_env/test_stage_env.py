@@ -18,8 +18,6 @@ from hpcdist.launch.launcher import without_launcher
 from hpcdist.tools.stage_env import stage
 from hpcdist.tools.stage_env.stage import Request, cleanup, unpack
 
-pytestmark = pytest.mark.once
-
 LARGE = bytes(range(256)) * 5000  # bytes: more than what is held in memory to be corrected
 
 

@@ -12,8 +12,6 @@ from launch import mpirun
 from hpcdist.tools.stage_env import stage
 from hpcdist.tools.stage_env.stage import Request
 
-pytestmark = pytest.mark.once
-
 PIECE = 1 << 16
 FILES = 40
 BYTES = bytes(range(251)) * 400
