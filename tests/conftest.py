@@ -128,6 +128,20 @@ def world():
 
 
 @pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A new folder, in which the test runs."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def alone(here):
+    """A world of one rank, in a folder of its own."""
+    with hpcdist.init(device="cpu") as world:
+        yield world
+
+
+@pytest.fixture
 def rank(world):
     return world.rank
 

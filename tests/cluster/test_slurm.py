@@ -244,17 +244,6 @@ def test_a_rank_that_fails_fails_the_job(slurm, folder):
     assert "ValueError: a mistake of mine" in ended.out
 
 
-@under_mpich
-def test_the_wrong_mpi_of_srun_is_found_and_told(bin_, slurm, folder):
-    """As many worlds of one rank as there are ranks: nobody is to believe that this is a job."""
-    ended = _run(slurm, folder, "cpu", "srun", *ASK, HPCDIST_SRUN_MPI="none", PATH=_path(bin_))
-    assert ended.state == "FAILED", ended.out
-    assert "MPI: MPICH; " + _launch("srun", 2, "none") in ended.out
-    assert "this process is alone in its MPI world, but SLURM_STEP_NUM_TASKS=2: srun started 2 processes" in ended.out
-    assert "Under Slurm: srun --mpi=pmix for Open MPI, srun --mpi=pmi2 for MPICH" in ended.out
-    assert not (folder / "whole.h5").exists()
-
-
 EARLY = """
 import os, sys
 if os.environ["SLURM_PROCID"] == "1": sys.exit("rank 1 ends")

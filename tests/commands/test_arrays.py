@@ -227,9 +227,8 @@ if not torch.cuda.is_available():
 
 
 @pytest.mark.both
-def test_bad_input_is_one_clear_line_and_status_2(tmp_path, monkeypatch):
+def test_bad_input_is_one_clear_line_and_status_2(here):
     """Each mistake in turn, in one job; nothing is written."""
-    monkeypatch.chdir(tmp_path)
     new = {"scalar": np.float32(1), "float32": np.float32(WHOLE[:6]), "wide": WHOLE[:6, :4], "flat": WHOLE[0, :3]}
     for name, x in {**new, **dict.fromkeys(("s0", "s1", "s2"), WHOLE[:6])}.items():
         np.save(name, x)
@@ -258,7 +257,7 @@ def test_bad_input_is_one_clear_line_and_status_2(tmp_path, monkeypatch):
     data[len(data) // 2] ^= 0xFF
     Path("bad.npz").write_bytes(data)
     before = sorted(os.listdir())
-    for (line, message), job in zip(MISTAKES.items(), jobs(2, tmp_path, *MISTAKES), strict=True):
+    for (line, message), job in zip(MISTAKES.items(), jobs(2, here, *MISTAKES), strict=True):
         assert (job.status, job.out) == (2, ""), f"{line}: {job}"
         assert job.err.startswith(f"hpcdist {line.split()[0]}: error: ") and job.err.count("\n") == 1, f"{line}: {job}"
         assert message in job.err, f"{line}: {job}"

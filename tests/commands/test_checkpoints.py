@@ -14,6 +14,8 @@ from hpcdist.errors import FileError, InputError
 from hpcdist.layout import Box
 from hpcdist.staging.reader import OpenFiles, TensorReader
 
+pytestmark = pytest.mark.usefixtures("here")
+
 C = torch.arange(40).to(torch.complex64).view(4, 10) * (1 + 2j)
 X = torch.arange(4 * 5 * 6).view(4, 5, 6)
 NEW = {  # which the older format cannot hold
@@ -37,11 +39,6 @@ KINDS = {
     "with a gradient": torch.arange(3.0, requires_grad=True),
     "large": torch.arange(100_000),
 }
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def repack(source, target, how, change=lambda name, data: data):

@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from hpcdist.errors import FileError
 from hpcdist.formats.known import describe
 
+pytestmark = pytest.mark.usefixtures("here")
+
 WHOLES = {
     "rows": whole_of((40, 30), torch.float32),
     "columns": whole_of((30, 40), torch.bfloat16, 1),
@@ -61,11 +63,6 @@ def made(tmp_path_factory):
     finished(3, code=MAKE, cwd=folder)
     assert len(list((folder / "sharded").glob("*.safetensors"))) > 2
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def convert(np_, *lines):

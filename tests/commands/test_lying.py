@@ -78,15 +78,14 @@ HEADERS = {
 }
 
 
-def test_npy_headers(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_npy_headers(here):
     np.save("good.npy", X)
     good = Path("good.npy").read_bytes()
     headers = {framed(npy(changed)): text for changed, text in CHANGED.items()} | HEADERS
     headers |= {good[:n]: "cannot be read: " for n in range(len(good) - 1)}
     for i, content in enumerate(headers):
         Path(f"{i}.npy").write_bytes(content)
-    assert_refused(tmp_path, {f"{i}.npy": text for i, text in enumerate(headers.values())})
+    assert_refused(here, {f"{i}.npy": text for i, text in enumerate(headers.values())})
     Path("2.npy").write_bytes(framed(npy("'shape': (8L,)")))  # as Python 2 wrote it
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -95,9 +94,8 @@ def test_npy_headers(tmp_path, monkeypatch):
     assert not Path("HACKED").exists()
 
 
-def test_archives(tmp_path, monkeypatch):
+def test_archives(here, monkeypatch):
     """Of numpy: 1 GiB that unpacks from 1 MB, in a header and in data."""
-    monkeypatch.chdir(tmp_path)
     np.savez("evil.npz", np.array([Evil()], object))
     np.savez_compressed("good.npz", x=X)
     good = Path("good.npz").read_bytes()
@@ -119,14 +117,13 @@ def test_archives(tmp_path, monkeypatch):
             for _ in range(64):
                 member.write(bytes(2**24))
     with little_memory():
-        assert_refused(tmp_path, wrong)
+        assert_refused(here, wrong)
         monkeypatch.setattr(machine, "available", lambda: 2**20)
-        assert_refused(tmp_path, {"data.npz": "can only be read whole: 1,073,741,824 bytes of memory needed"})
+        assert_refused(here, {"data.npz": "can only be read whole: 1,073,741,824 bytes of memory needed"})
     assert not Path("HACKED").exists()
 
 
-def test_checkpoints(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_checkpoints(here):
     wrong = {"pickle.pt": "cannot be read: ", "laughs.pt": "more than 1,048,576 dicts and tensors"}
     for name, held in {"evil": Evil(), "inside": {"x": torch.ones(2), "e": Evil()}}.items():
         torch.save(held, f"{name}.pt")
@@ -149,7 +146,7 @@ def test_checkpoints(tmp_path, monkeypatch):
                 if not info.filename.endswith(".format_version"):  # else it is refused as packed again
                     archive.writestr(info.filename, good.read(info).replace(shape, instead))
         wrong[f"{name}.pt"] = "cannot be read: "
-    assert_refused(tmp_path, wrong)
+    assert_refused(here, wrong)
     assert not Path("HACKED").exists()
 
 
@@ -183,8 +180,7 @@ def test_safetensors_headers(tmp_path):
     assert_refused(tmp_path, {f"{name}.safetensors": "cannot be read: " for name in texts})
 
 
-def test_hdf5_bombs_loops_and_names(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_hdf5_bombs_loops_and_names(here):
     with h5py.File("bomb.h5", "w") as file:
         x = file.create_dataset("x", (4,), "u1", maxshape=(None,), chunks=(2**29,), compression="gzip")
         packer = zlib.compressobj(9)
@@ -214,7 +210,7 @@ def test_hdf5_bombs_loops_and_names(tmp_path, monkeypatch):
         "1500.h5": "more than 1,000 groups within each other",
         "names.h5:a\udcff": "is not text that UTF-8 can hold",
     }
-    assert_refused(tmp_path, wrong | {"bomb.h5:arrays": "holds no tensor 'arrays', but arrays ("})
+    assert_refused(here, wrong | {"bomb.h5:arrays": "holds no tensor 'arrays', but arrays ("})
 
 
 TABLES = {
@@ -228,9 +224,8 @@ TABLES = {
 }
 
 
-def test_staging_tables(tmp_path, monkeypatch):
+def test_staging_tables(here):
     """Nothing is read where a forged table says, and what is not as hpcdist writes it is not taken for its own."""
-    monkeypatch.chdir(tmp_path)
     with hd.init(device="cpu"):
         hd.staging.save("x.h5", torch.arange(60).view(10, 6))
     for name, (field, value) in TABLES.items():
@@ -247,7 +242,7 @@ def test_staging_tables(tmp_path, monkeypatch):
         with h5py.File(shutil.copy("x.h5", "y.h5"), "r+") as file:  # gigabytes out of nothing
             del file[f"_hpcdist/{part}"]
             file.create_dataset(f"_hpcdist/{part}", (2**31,), "u1", chunks=(2**24,), compression="gzip")
-        assert_refused(tmp_path, {"y.h5": text})
+        assert_refused(here, {"y.h5": text})
 
 
 FEW = """

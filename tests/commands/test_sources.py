@@ -24,14 +24,6 @@ REFUSED = {
 }
 
 
-@pytest.fixture
-def alone(tmp_path, monkeypatch):
-    """One rank, in a folder of its own."""
-    monkeypatch.chdir(tmp_path)
-    with hd.init(device="cpu") as world:
-        yield world
-
-
 def gather(world, *args):
     return join_main(world, parser("gather").parse_args(args))
 
@@ -147,9 +139,8 @@ def damaged():
     }
 
 
-def test_what_is_wrong_with_a_file_is_one_line_that_names_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert_refused(tmp_path, damaged())
+def test_what_is_wrong_with_a_file_is_one_line_that_names_it(here):
+    assert_refused(here, damaged())
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(alone):

@@ -21,14 +21,9 @@ from hpcdist.errors import FileError, RankError
 from hpcdist.formats.known import describe
 from hpcdist.staging import open as open_file
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 X = torch.arange(6.0)
-
-
-@pytest.fixture(autouse=True)
-def world(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with hd.init(device="cpu") as world:
-        yield world
 
 
 def changed(path, old, new):
@@ -85,7 +80,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("path", FILES)
-def test_what_is_left_out_is_listed_alike(path, world, capsys):
+def test_what_is_left_out_is_listed_alike(path, alone, capsys):
     make, reasons = FILES[path]
     make(path)
     with pytest.warns(UserWarning, match=r"left out: .*\[HD511\]") as told:
@@ -97,13 +92,13 @@ def test_what_is_left_out_is_listed_alike(path, world, capsys):
     assert said.keys() == reasons.keys() and all(text in said[name] for name, text in reasons.items()), said
     gone = [name for name in said if said[name].startswith("cannot be read")]
     for what in ("ls", "verify"):
-        status = listing.main(world, listing.parser(what).parse_args([path, "--json"]))
+        status = listing.main(alone, listing.parser(what).parse_args([path, "--json"]))
         report = json.loads(capsys.readouterr().out)
         assert report["left_out"] == said and status == (what == "verify" and bool(gone)), (status, report)
         assert what == "ls" or [text.split(": ")[:2] for text in report["damaged"]] == [[path, name] for name in gone]
     texts = [str(told[0].message), *said.values()]
     for how in ([], ["--json"]):
-        conversion.main(world, conversion.parser().parse_args([path, "copy.h5", *how]))
+        conversion.main(alone, conversion.parser().parse_args([path, "copy.h5", *how]))
         texts.append(capsys.readouterr().out)
         Path("copy.h5").unlink()
     for name, why in said.items():
@@ -204,7 +199,7 @@ def test_a_filter_that_is_not_installed():
     assert list(describe("packed.h5").left_out) == ["x"]
 
 
-def test_damage_that_is_met_later(world, capsys):
+def test_damage_that_is_met_later(alone, capsys):
     """Of compressed data, or of a file that is cut while it is open: named, and all that is damaged by verify."""
     with h5py.File("packed.h5", "w") as file:
         for name in "abc":
@@ -214,7 +209,7 @@ def test_damage_that_is_met_later(world, capsys):
     for place in places:
         content[place + 50] ^= 255
     Path("packed.h5").write_bytes(content)
-    assert listing.main(world, listing.parser("verify").parse_args(["packed.h5", "--json"])) == 1
+    assert listing.main(alone, listing.parser("verify").parse_args(["packed.h5", "--json"])) == 1
     assert [text.split(": ")[:2] for text in json.loads(capsys.readouterr().out)["damaged"]] == [
         ["packed.h5", "a"], ["packed.h5", "c"]
     ]  # fmt: skip

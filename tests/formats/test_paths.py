@@ -16,10 +16,7 @@ from hpcdist.errors import FileError
 from hpcdist.formats import paths
 from hpcdist.formats.paths import Commit
 
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 @pytest.mark.parametrize("gone", [False, True])
