@@ -29,6 +29,7 @@ SOURCES = {
     "benchmarks/MEASUREMENTS.md": "benchmarks/measurements.md",
     "benchmarks/results": "benchmarks/results",
     "benchmarks/suites": "benchmarks/suites",
+    "ARCHITECTURE.md": "architecture.md",
     "CHANGELOG.md": "changes.md",
     "CONTRIBUTING.md": "contributing.md",
     "hpcdist/errors/pages": "errors",

@@ -212,7 +212,7 @@ _LASTING = {
 
 
 def test_what_outlives_a_call_is_in_the_table():
-    page = (ROOT.parent / "docs" / "architecture.md").read_text()
+    page = (ROOT.parent / "ARCHITECTURE.md").read_text()
     table = {tuple(row) for row in re.findall(r"^\| `([\w.]+)` \| (\w+) \|", page, re.MULTILINE)}
     calls = {(_name(p), ast.unparse(n.func)) for p in FILES for n in ast.walk(_tree(p)) if isinstance(n, ast.Call)}
     lasting = {(module, kind) for module, call in calls for kind, names in _LASTING.items() if call in names}

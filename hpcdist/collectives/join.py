@@ -51,8 +51,11 @@ def gather(
 ) -> Any:
     """Gather the shards of all ranks on `root`, joined along `dim` in rank order.
 
-    Collective over `group`. Extents along `dim` may differ and may be zero. Nothing is padded, and no rank needs to
-    know the extents of others. The shard is not changed.
+    Collective over `group`. Blocks until all ranks of `group` have called it; after the timeout of
+    :func:`hpcdist.init` the job ends (:class:`HangError`).
+
+    Extents along `dim` may differ and may be zero. Nothing is padded, and no rank needs to know the extents of others.
+    The shard is not changed.
 
     Args:
         x: this rank's shard: a tensor of any shape, dtype and strides, on the CPU or a GPU. Dtype, number of dims, and
@@ -68,10 +71,12 @@ def gather(
         async_op: whether to return a :class:`Handle` at once, and continue in the background. Must agree.
 
     Returns:
-        On the root, a new contiguous tensor on x's device (or `out`); None on the other ranks. Along dim 0, data are
-        received into the result; along another dim, the root makes one layout copy. If any rank needs a gradient, it
-        flows back to the shards (of tensors, not of structures). The other ranks then get an empty tensor instead of
-        None. Every rank must call backward, the others as ``result.sum().backward()``.
+        On the root, a new contiguous tensor on x's device (or `out`); None on the other ranks. For ``dim=0`` its shape
+        is ``(sum of x.shape[0] over ranks, *x.shape[1:])``. For another dim, the sum stands there. Along dim 0, data
+        are received into the result; along another dim, the root makes one layout copy.
+
+        If any rank needs a gradient, it flows back to the shards (of tensors, not of structures). The other ranks then
+        get an empty tensor instead of None, and must call ``result.sum().backward()`` on it.
 
     Raises:
         RankError: on every rank, if an argument is wrong on any rank, or arguments do not agree. No data have moved,
@@ -113,8 +118,11 @@ def concat(
 ) -> Any:
     """Concatenate the shards of all ranks along `dim`, in rank order, on every rank.
 
-    Collective over `group`. Equivalent to ``torch.cat`` of all shards. Extents along `dim` may differ and may be zero.
-    Nothing is padded, and no rank needs to know the extents of others. The shard is not changed.
+    Collective over `group`. Blocks until all ranks of `group` have called it; after the timeout of
+    :func:`hpcdist.init` the job ends (:class:`HangError`).
+
+    Equivalent to ``torch.cat`` of all shards. Extents along `dim` may differ and may be zero. Nothing is padded, and no
+    rank needs to know the extents of others. The shard is not changed.
 
     Structures of tensors are joined part by part. Lists are concatenated, ``list + list``. They may have different
     lengths, and tensors of different shapes. Tuples, dicts, named tuples and dataclasses must match on all ranks. Their
@@ -138,11 +146,13 @@ def concat(
         async_op: whether to return a :class:`Handle` at once, and continue in the background. Must agree.
 
     Returns:
-        On every rank, a new contiguous tensor on x's device (or `out`). Along dim 0, data are received into the result,
-        and no other memory is allocated; along another dim, there is one layout copy. If any rank needs a gradient, it
-        flows back to the shards (of tensors, not of structures), as the sum over all ranks. Every rank must call
-        backward. (If all ranks compute the same loss from the whole, divide it by their number, because each one
-        counts: see docs/do/verbs.md.)
+        On every rank, a new contiguous tensor on x's device (or `out`). For ``dim=0`` its shape is
+        ``(sum of x.shape[0] over ranks, *x.shape[1:])``. For another dim, the sum stands there. Along dim 0, data are
+        received into the result, and no other memory is allocated; along another dim, there is one layout copy.
+
+        If any rank needs a gradient, it flows back to the shards (of tensors, not of structures), as the sum over all
+        ranks. Every rank must call backward. If all ranks compute the same loss from the whole, divide it by their
+        number, because each one counts: see docs/do/verbs.md.
 
         With `shared`, the ranks of a node read the same memory. Treat it as read-only: writes are private to the rank
         (copy-on-write). The memory is reused when no rank has a tensor on it. Each rank gets memory of its own if the

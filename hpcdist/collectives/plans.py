@@ -43,13 +43,14 @@ def plan(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None, *
     Collective over `group`. The ranks agree on the call and plan it, as the verb does, but send, allocate and keep no
     data. (Data that are small enough to travel behind the headers are exchanged and dropped.)
 
-    A plan does not foresee that the node will have no memory for a shared result or for a window.
+    The plan may differ from the call if the node later has too little memory for a shared result.
 
     Args:
         verb: :func:`hpcdist.gather`, :func:`hpcdist.concat`, :func:`hpcdist.split`, :func:`hpcdist.redistribute`
             or :func:`hpcdist.staging.load` itself. Must agree.
-        args, group, options: the arguments of the verb, `x` first, which is a tensor. Only its shape, dtype and device
-            are used. `async_op` makes no difference.
+        *args: the arguments of the verb, `x` first, which is a tensor. Only its shape, dtype and device are used.
+        group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None means all ranks. Must agree.
+        **options: the keyword arguments of the verb. `async_op` makes no difference.
 
     Returns:
         On every rank, the plan. Bytes and result are this rank's; the rest is the same on all ranks.

@@ -56,8 +56,11 @@ def redistribute(
 ) -> Any:
     """Redistribute a tensor from one layout to another: from each rank's part in `src` to its part in `dst`.
 
-    Collective over `group`. Each rank sends to another only elements that the other needs and does not have. Nothing is
-    padded. Messages that are one run of memory are sent from and received into place. Others are packed once.
+    Collective over `group`. Blocks until all ranks of `group` have called it; after the timeout of
+    :func:`hpcdist.init` the job ends (:class:`HangError`).
+
+    Each rank sends to another only elements that the other needs and does not have. Nothing is padded. Contiguous parts
+    are sent and received without a copy; others are copied once.
 
     Args:
         x: this rank's part of the tensor in `src`: any dtype and strides, on the CPU or a GPU. Dtype and number of
@@ -71,9 +74,11 @@ def redistribute(
         async_op: whether to return a :class:`Handle` at once, and continue in the background. Must agree.
 
     Returns:
-        This rank's part in `dst`: new contiguous memory (or `out`), on x's device. If any rank needs a gradient, the
-        gradient of an element flows back to the rank that sent it, as the sum over all ranks that received it. If
-        several ranks hold copies, one of them gets it. Every rank must call backward.
+        This rank's part in `dst`: new contiguous memory (or `out`), on x's device, of the shape
+        ``dst.boxes(shape of the whole, number of ranks)[rank].shape``.
+
+        If any rank needs a gradient, the gradient of an element flows back to the rank that sent it, as the sum over
+        all ranks that received it. If several ranks hold copies, one of them gets it. Every rank must call backward.
 
     Raises:
         RankError: on every rank, if an argument is wrong on any rank, or the parts do not form a tensor in `src`. No

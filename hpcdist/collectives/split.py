@@ -62,8 +62,10 @@ def split(
 ) -> Any:
     """Split a tensor of the root along `dim`, one part for each rank: the inverse of gather.
 
-    Collective over `group`, unless `root` is None. Then every rank holds the whole `x`, and takes its own part without
-    communication or comparison.
+    Collective over `group`, unless `root` is None. Blocks until all ranks of `group` have called it; after the timeout
+    of :func:`hpcdist.init` the job ends (:class:`HangError`).
+
+    With ``root=None`` every rank holds the whole `x`, and takes its own part without communication or comparison.
 
     Args:
         x: on the root, the whole tensor: any shape but 0-d, any dtype and strides, on the CPU or a GPU. Or a structure:
@@ -84,11 +86,13 @@ def split(
         async_op: whether to return a :class:`Handle` at once, and continue in the background. Must agree.
 
     Returns:
-        On each rank, its part: `out`, on any device, or new contiguous memory on the rank's own GPU if `x` is on a GPU
-        and the rank has one, else on the CPU. Along dim 0, the root sends directly from `x`; along another dim, or if
-        `x` is strided, it makes one copy. With `root` None: a view of `x`, or a structure of views. If `x`
-        requires a gradient, it flows back to the root; every rank must call backward. With `shared`, the part is a
-        contiguous tensor. Treat it as read-only: writes are private, as with :func:`hpcdist.concat`.
+        This rank's part: `out` if given, else a new contiguous tensor, on this rank's GPU if `x` is on a GPU and the
+        rank has one, otherwise on the CPU. For ``dim=0`` its shape is ``(counts[rank], *x.shape[1:])``. Along dim 0,
+        the root sends directly from `x`; along another dim, or if `x` is strided, it makes one copy. With
+        ``root=None``: a view of `x`, or a structure of views.
+
+        If `x` requires a gradient, it flows back to the root; every rank must call backward. With `shared`, treat the
+        part as read-only: writes are private, as with :func:`hpcdist.concat`.
 
     Raises:
         RankError: on every rank, if an argument is wrong on any rank, or arguments do not agree. No data have moved,

@@ -152,7 +152,7 @@ class FileError(HpcdistError):
 
 
 class HangError(HpcdistError):
-    """A call was not answered within the deadline, or another rank's process is gone; the job ends with it.
+    """A call was not answered before the timeout, or another rank's process is gone; the job ends with it.
 
     The message has a table of the calls of all ranks, and names those that are missing. A thread that waits inside MPI
     cannot be made to raise: the error goes to ``sys.excepthook``, with the traceback of the call that waits.

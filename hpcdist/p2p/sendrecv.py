@@ -32,14 +32,17 @@ def send(
 ) -> None:
     """Send a tensor, or a structure of tensors, to another rank, which receives it with :func:`recv`.
 
-    Returns when the memory of `x` can be reused, which may be only after the receiver has called recv.
+    Blocks until the memory of `x` can be reused. For large tensors this is only when the receiver calls recv, so two
+    ranks that both send first wait for each other: use :func:`isend`. After the timeout of :func:`hpcdist.init` the
+    job ends (:class:`HangError`).
 
     Args:
         x: tensors and numpy arrays of any shapes and dtypes, numbers, strings, bytes and None, in lists, tuples, dicts,
             named tuples and dataclasses. Gradients do not flow.
         dest: the rank in `group` that receives.
         tag: a number >= 0 that the receiver can match.
-        group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None means all ranks. As the receiver's.
+        group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None means all ranks. Must be the receiver's
+            group.
         allow_pickle: whether to send other objects as pickles; the receiver must allow them too.
 
     Raises:
@@ -68,7 +71,25 @@ def isend(
     group: GroupLike | None = None,
     allow_pickle: bool = False,
 ) -> Handle[None]:
-    """Send in the background, as :func:`send`; return a handle at once. Do not change `x` before it is done."""
+    """Send in the background, as :func:`send`, and return a handle at once.
+
+    Args:
+        x: tensors and numpy arrays of any shapes and dtypes, numbers, strings, bytes and None, in lists, tuples, dicts,
+            named tuples and dataclasses. Do not change them before the handle is done.
+        dest: the rank in `group` that receives; may be this rank.
+        tag: a number >= 0 that the receiver can match.
+        group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None means all ranks. Must be the receiver's
+            group.
+        allow_pickle: whether to send other objects as pickles; the receiver must allow them too.
+
+    Returns:
+        A :class:`Handle`, whose wait() returns None when the memory of `x` can be reused.
+
+    Raises:
+        TypeError, ValueError: on this rank, if an argument is wrong, or a part cannot be sent. Nothing was sent.
+        HpcdistError: on this rank, if `group` is a communicator on which no collective has been called yet, or MPI does
+            not support threads.
+    """
     ours, outgoing = _sending(x, dest, tag, group, allow_pickle)
     return ours.isend(outgoing)
 
@@ -91,8 +112,9 @@ def recv(
 ) -> Any:
     """Receive a structure from another rank, without advance knowledge of it.
 
-    Waits until a message arrives, up to the deadline of all calls; ``irecv(...).wait(timeout)`` has its own timeout. A
-    message too large for the memory of this rank aborts the job, because the sender waits for this rank.
+    Blocks until a message arrives; after the timeout of :func:`hpcdist.init` the job ends (:class:`HangError`).
+    ``irecv(...).wait(timeout)`` has its own timeout. A message too large for the memory of this rank aborts the job,
+    because the sender waits for this rank.
 
     Args:
         source: the rank in `group` that sends; None means any. Messages of one rank with one tag arrive in order.
@@ -132,7 +154,22 @@ def irecv(
     allow_pickle: bool = False,
     with_source: bool = False,
 ) -> Handle[Any]:
-    """Receive in the background, as :func:`recv`, and return a handle at once. Its wait() returns the structure."""
+    """Receive in the background, as :func:`recv`, and return a handle at once.
+
+    Args:
+        source: the rank in `group` that sends; None means any. Messages of one rank with one tag arrive in order.
+        tag: the tag of the message; None means any.
+        group: the same as the sender's. Other ranks of the group take no part.
+        allow_pickle: whether to load pickles, which can run any code: only from trusted senders.
+        with_source: whether wait() returns (structure, source).
+
+    Returns:
+        A :class:`Handle`, whose wait() returns the structure, or raises what recv would raise.
+
+    Raises:
+        TypeError, ValueError: if an argument is wrong.
+        HpcdistError: if MPI does not support threads.
+    """
     ours, peer, steps = _receiving(source, tag, group, allow_pickle)
 
     def received() -> Steps[Any]:

@@ -63,7 +63,7 @@ class Handle(Generic[T]):
         May be called again. On a GPU, the data are ready for all later work of this thread's stream.
 
         Args:
-            timeout: a timedelta or seconds, infinity for no limit; None means the deadline of all calls.
+            timeout: a timedelta or seconds, infinity for no limit; None means that of :func:`hpcdist.init`.
 
         Raises:
             TimeoutError: if the call is not done in time. It continues, and can be waited for again.

@@ -47,11 +47,12 @@ class World:
     """The ranks of this job, as :func:`init` found them.
 
     Attributes:
-        rank, world_size: rank of this process, and number of processes; the same for MPI and torch.distributed.
+        rank: rank of this process, from 0; the same for MPI and torch.distributed.
+        world_size: number of processes.
         local_rank: rank among the processes of this node, from 0.
         node: index of this node, in the order of the lowest rank on each.
         comm: communicator that init() was given, or COMM_WORLD.
-        settings: device, deadline, staging folder, and other constants of the job.
+        settings: device, timeout, staging folder, and other constants of the job.
     """
 
     rank: int
@@ -84,7 +85,7 @@ class World:
 
     @property
     def timeout(self) -> timedelta:
-        """The deadline of every call."""
+        """The timeout of every call."""
         return self.settings.timeout
 
     @property
@@ -246,12 +247,13 @@ def init(
 ) -> World:
     """Start torch.distributed on the processes of an MPI job, however they were launched.
 
-    Collective over `comm`. Works under ``mpirun``/``mpiexec`` of Open MPI and MPICH, under ``srun``, and in a single
-    process without a launcher. If MPI or torch.distributed already runs, it is used. From here on, an uncaught
-    exception or a non-zero ``sys.exit`` on one rank ends the whole job with that status. (Other exits, such as
-    ``raise SystemExit(n)`` and the builtin ``exit``, do so in a ``with hpcdist.init()`` block. Elsewhere the other
-    ranks get an error at their next verb, or at the deadline.) Until finalize(), the environment also has torchrun's
-    variables, such as RANK and LOCAL_RANK. Variables that you have set are kept.
+    Collective over `comm`. Works under ``mpirun`` of Open MPI, MPICH and Intel MPI, under ``srun`` and ``flux run``,
+    and in a single process without a launcher; docs/do/launchers.md has others. If MPI or torch.distributed already
+    runs, it is used. Until finalize(), the environment also has torchrun's variables, such as RANK and LOCAL_RANK. Variables
+    that you have set are kept.
+
+    After init(), a rank that raises or calls ``sys.exit(n)`` with n > 0 ends the whole job with that status. Use
+    ``sys.exit``: ``exit()`` and ``raise SystemExit(n)`` are noticed only inside ``with hpcdist.init():``.
 
     Args:
         comm: the processes that take part; COMM_WORLD if None.
@@ -260,16 +262,17 @@ def init(
         backend: torch's backend, the same on all ranks, in torch's own words. By default this package's own, "mpi";
             "cpu:mpi,cuda:nccl" where every rank has its own GPU, with torch 2.13 and before "cpu:gloo,cuda:nccl". Not
             used, like `timeout`, if torch.distributed already runs.
-        timeout: the deadline of every call, a timedelta or seconds; by default HPCDIST_TIMEOUT (s), else 30 minutes. A
-            rank that waits longer for another one ends the job, with a table of the calls of all ranks. The end of the
-            program counts as a call, so no rank may work alone for longer. torch.distributed gets this timeout, too.
+        timeout: how long a call may wait for other ranks, a timedelta or seconds; by default HPCDIST_TIMEOUT (s), else
+            30 minutes. A rank that waits longer ends the job by a :class:`HangError`, with a table of the calls of all
+            ranks. The end of the program counts as a call, so no rank may work alone for longer. torch.distributed gets
+            this timeout, too.
         staging: the folder for the files of route "hdf5", which all nodes must share. The default is HPCDIST_STAGING.
             Without it, it is a private folder for temporary files on one node, and the current folder on several.
         bind: "numa" on all ranks binds each to the cores of one NUMA domain until its process ends. This is the domain
             nearest to its GPU. Without GPUs, ranks are spread over the domains. Ranks use only cores that the launcher
             has given them. If the launcher has bound them, nothing changes.
-        stop_on: signals after which :meth:`World.should_stop` returns True; they are handled from now on. The default
-            is SIGTERM and SIGUSR1, handled from the first call of should_stop() on. The same on all ranks.
+        stop_on: signals that make :meth:`World.should_stop` return True. If given, they are caught from init() on; the
+            default (SIGTERM, SIGUSR1) is caught from the first should_stop() on. The same on all ranks.
         stop_before: a timedelta or seconds. should_stop() returns True from this time before the end of the batch job
             on. Rank 0 asks Slurm, PBS, LSF or Flux once for the end. The same on all ranks.
         trace: folder in which each rank writes a file of its calls when the job ends: see ``python -m hpcdist trace``.

@@ -260,10 +260,11 @@ class HDF5Writer(_OneFile, StorageWriter):
     the name refers to the old file.
 
     Args:
-        path: of the file, in a folder that all ranks share; ``checkpoint_id=`` of dcp.save replaces it. Must agree.
+        path: the file to write, in a folder that all ranks share. ``checkpoint_id=`` of dcp.save replaces it. Must
+            agree.
         resume: continue the unfinished file of a job that died: pieces that it holds already are not written
             again. If this save fails, it keeps its unfinished file. Must agree.
-        window: bytes of host memory that a rank may use for data in transit. Must agree.
+        window: bytes of host memory that a rank may use for data in transit, 256 MiB by default. Must agree.
         progress: called on each rank, from time to time, with the number of bytes just done.
 
     Raises:

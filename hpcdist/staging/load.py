@@ -70,7 +70,7 @@ def load(
     Args:
         path: a file that all ranks see (HDF5, .safetensors, .npy, .npz or .pt), a folder of torch's DCP or of
             .safetensors files, or an index. Sharded .safetensors files need their index. Must agree.
-        name: of a tensor, or of a group of them; None for all of the file. Must agree.
+        name: the name of a tensor, or of a group of them; None for all of the file. Must agree.
         dim: the dimension along which tensors are split; None for the whole on every rank; or a dict of these by full
             name, with 0 for missing names. Must agree. Every rank gets the whole of 0-d tensors.
         counts: the extent along `dim` for each rank, or a rule, as in :func:`hpcdist.split`: "block" by default. Must
@@ -80,16 +80,17 @@ def load(
         out: memory for this rank's part of the one tensor that is read, of its shape and dtype, any strides, any
             device; optional on each rank. If the call fails, its contents are undefined.
         device: device of the result, without `out`; the CPU by default.
-        window: bytes of host memory that a rank may use besides the result. Must agree.
+        window: bytes of host memory that a rank may use besides the result, 256 MiB by default. Must agree.
         verify: True: compare the checksum of every piece that is read at least in part; None: of pieces that are read
             whole; False: of none. Files of other tools have no checksums. Must agree.
         progress: called on each rank, from time to time, with the number of bytes just read.
         group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None for all ranks.
 
     Returns:
-        On each rank its part: a contiguous tensor that it owns (or `out`), of the saved dtype, in native byte order. If
-            `name` is a group, or if it is None and the file holds anything but one tensor "data", a nested dict of
-            these. Data that no tensor can hold, such as text, are left out, and rank 0 warns of them.
+        On each rank its part: a contiguous tensor that it owns (or `out`), of the saved dtype, in native byte order.
+        Along ``dim=0`` its shape is ``(rows of this rank, *shape[1:])`` of the saved shape; with ``dim=None`` the saved
+        shape. If `name` is a group, or if it is None and the file holds anything but one tensor "data", a nested dict
+        of these. Data that no tensor can hold, such as text, are left out, and rank 0 warns of them.
 
     Raises:
         RankError: on every rank, if the file or the tensor does not exist, or an argument is wrong on one rank or does

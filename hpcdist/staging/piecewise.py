@@ -77,11 +77,11 @@ def open(
     Mode "r" is for this rank alone. Mode "w" is collective over `group`. Waits for a save in flight to this name.
 
     Args:
-        path: of the file.
+        path: the file.
         mode: "r" to read a file of any format that load() reads, "w" to write a new HDF5 file.
         tensors: of mode "w": (shape, dtype) by name, dicts may be nested. Must agree.
         attrs: of mode "w": HDF5 attributes by name of the tensor; "" for the file. Rank 0's are written.
-        window: bytes of host memory for data in transit. Must agree with mode "w".
+        window: bytes of host memory for data in transit, 256 MiB by default. Must agree with mode "w".
         group: of mode "w": the ranks that write; None for all.
 
     Returns:

@@ -105,15 +105,15 @@ def save(
     dims the ranks first exchange the pieces of the file, a window at a time.
 
     Args:
-        path: of the file, in a folder that all ranks share.
+        path: the file to write, in a folder that all ranks share. Must agree.
         tensors: this rank's shard, which gets the name "data", or a dict of shards by name; dicts may be nested, and
             names may contain slashes: ``{"model": {"w": x}}`` and ``{"model/w": x}`` are the same. Any shape, dtype
             and strides, on the CPU or a GPU. Names, dtypes and the extents besides `dim` must agree on all ranks.
         dim: the dimension along which the shards are joined, in rank order, extents of zero included; None if every
             rank holds the whole tensor; or a dict of these by name. Must agree. 0-d shards are stacked.
-        attrs: HDF5 attributes by name of the tensor, and of the file for the name "". Rank 0's are written. A
-            .safetensors file has text by name for "" alone, by default ``{"format": "pt"}``.
-        window: bytes of host memory that a rank may use for data in transit. Must agree.
+        attrs: HDF5 attributes: a dict of dicts, keyed by tensor name, or by "" for the file itself. Rank 0's values are
+            written. A .safetensors file takes text only, under "", by default ``{"format": "pt"}``.
+        window: bytes of host memory that a rank may use for data in transit, 256 MiB by default. Must agree.
         writer: "mpio" (HDF5 through MPI-IO, needs an h5py built with it), "posix" (any h5py), or "auto": see
             :func:`hpcdist.staging.writer`. The file is the same. Must agree. "posix" writes .safetensors files.
         resume: continue the unfinished file of a job that died: write only pieces that differ. If this call fails, it
@@ -130,11 +130,10 @@ def save(
             do not fit, the call waits for earlier saves. If they are larger than the buffer, it waits until the file is
             written.
         async_op: whether to return a Handle when the values have been copied, to memory from the pool or, for GPU
-            tensors, to pinned memory. They may then be changed. A thread writes the file, which gets its name when all
-            ranks have written; `writer` "auto" is "posix" then, "mpio" is an error. Saves of a group run in the order
-            of the calls. Another save, or a load, of the same name waits for saves in flight. So do finalize() and the
-            end of the program. Only wait() raises the error of a save, on every rank. If wait() is not called, the
-            error is printed at the end. Must agree.
+            tensors, to pinned memory. You may change the tensors as soon as save() returns. A thread writes the file,
+            always with writer "posix". Saves of a group run in the order of the calls. Another save, or a load, of the
+            same name waits for saves in flight. So do finalize() and the end of the program. Only wait() raises the
+            error of a save, on every rank. If wait() is not called, the error is printed at the end. Must agree.
         group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None for all ranks.
 
     Returns:

@@ -44,3 +44,9 @@ def test_what_a_page_names_is_there(name):
 @pytest.mark.parametrize("name", [*PAGES, *EXAMPLES])
 def test_the_examples(name, problems):
     assert not problems[name], "\n".join(problems[name])
+
+
+def test_the_pages_are_not_too_many_nor_too_long():
+    """What is made from the package does not count."""
+    assert len(PAGES) <= 50
+    assert sum(len(GENERATED.sub(r"\1", (DOCS / page).read_text()).split()) for page in PAGES) <= 36_000
