@@ -249,8 +249,8 @@ def init(
 
     Collective over `comm`. Works under ``mpirun`` of Open MPI, MPICH and Intel MPI, under ``srun`` and ``flux run``,
     and in a single process without a launcher; docs/do/launchers.md has others. If MPI or torch.distributed already
-    runs, it is used. Until finalize(), the environment also has torchrun's variables, such as RANK and LOCAL_RANK. Variables
-    that you have set are kept.
+    runs, it is used. Until finalize(), the environment also has torchrun's variables, such as RANK and LOCAL_RANK.
+    Variables that you have set are kept.
 
     After init(), a rank that raises or calls ``sys.exit(n)`` with n > 0 ends the whole job with that status. Use
     ``sys.exit``: ``exit()`` and ``raise SystemExit(n)`` are noticed only inside ``with hpcdist.init():``.
