@@ -38,7 +38,7 @@ def test_more_than_there_is(findings, world, rank, size, verb, limits, monkeypat
     plan = hd.plan(hd.redistribute, x, hd.Split(0), hd.Replicate())
     with monkeypatch.context() as patch:
         change_settings(patch, world, memory=(limits,) * size)
-        error = refused("more than the 999 bytes of memory there", CALLS[verb], x, rank, plan)
+        error = refused("[HD310]", CALLS[verb], x, rank, plan)
         together = "" if limits[0] == 999 else ", and the results on its node"
         findings.check(together in str(error) and "its result has" in str(error), error)
     findings.check(CALLS[verb](x, rank, plan) is not None or rank, "the next call")

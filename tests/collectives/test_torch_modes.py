@@ -205,8 +205,7 @@ def test_a_batch_of_gradients_is_an_error(rank, size):
         return torch.autograd.grad(whole, leaf, row, retain_graph=True, **options)[0]
 
     for batched in (lambda: grad(rows, is_grads_batched=True), lambda: torch.vmap(grad)(rows)):
-        error = refused("batches of gradients", batched if last else lambda: grad(rows[0]))
-        assert error.codes == ["HD219"]
+        refused("[HD219]", batched if last else lambda: grad(rows[0]))
     one_by_one = torch.autograd.functional.jacobian(lambda x: hd.concat(2 * x), x)
     assert_on_all_ranks(one_by_one.sum().item() == 2 * x.numel() * size, one_by_one)
 

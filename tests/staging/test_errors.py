@@ -80,7 +80,7 @@ def test_a_mistake_is_the_same_error_everywhere(everywhere, world, last, rank, f
         call(folder, **right)
         world.comm.Barrier()
         (folder / "x.h5").unlink(missing_ok=True)
-    refused("dim names 'm.w', which is not there", load, folder, dim={"m.w": None})
+    refused("[HD408]", load, folder, dim={"m.w": None})
 
 
 @several_ranks
@@ -111,7 +111,7 @@ def test_ranks_that_differ(last, rank, folder, monkeypatch):
     monkeypatch.undo()
     refused("called ", lambda: save(folder) if rank else hd.concat(X))
     save(folder, "old.h5")
-    refused("verify is True, where rank 0 has None", load, folder, ranks=[last], verify=odd or None)
+    refused("[HD303]", load, folder, ranks=[last], verify=odd or None)
 
 
 def damage(folder):
@@ -138,7 +138,7 @@ def test_files_that_cannot_be_loaded(world, folder, monkeypatch):
     path = folder / "good.h5"
     staging.save(path, torch.arange(30).view(10, 3))
     wrong = world.comm.bcast(damage(folder) if world.rank == 0 else None)
-    refused("holds no tensor 'weight'; it has: data", staging.load, path, "weight")
+    refused("[HD408]", staging.load, path, "weight")
     for name, text in wrong.items():
         for options in ({}, {"dim": 1, "verify": True}, {"dim": None}):
             refused(f"{name}: {text}", staging.load, folder / name, **options)
@@ -164,9 +164,9 @@ def test_folders_that_cannot_be_written(world, folder, monkeypatch):
         refused(text, staging.save, path, X, ranks=[0])
         refused(text, staging.open, path, "w", {"x": ((3,), torch.float32)}, ranks=[0])
     huge = torch.empty(1, dtype=torch.int8).expand(2**42 // world.world_size)
-    refused("y.h5: no space for the output", save, folder, "y.h5", huge, ranks=[0])
+    refused("[HD410]", save, folder, "y.h5", huge, ranks=[0])
     monkeypatch.setattr(os, "access", lambda *a: False)
-    refused("the folder is not writable", save, folder, "y.h5", ranks=[0])
+    refused("[HD410]", save, folder, "y.h5", ranks=[0])
     holds(folder, "x.h5")
 
 
@@ -213,7 +213,7 @@ def test_a_folder_that_is_not_shared(writer, world, last, folder, monkeypatch):
     monkeypatch.setattr(paths, "PATIENCE", 0.2)
     if world.rank == last:
         monkeypatch.setattr(os.path, "exists", lambda path: exists(path) and not str(path).endswith(".part"))
-    refused("the folder is not shared by all nodes", save, folder, ranks=[last], writer=writer)
+    refused("[HD413]", save, folder, ranks=[last], writer=writer)
     holds(folder)
     monkeypatch.undo()
     save(folder, writer=writer)
@@ -229,7 +229,7 @@ def left_behind(target, content):
 def test_what_other_jobs_write_and_have_left(world, folder):
     """Two do not write one file at once; leftovers are swept, and links are kept."""
     other = Commit(folder / "x.h5") if world.rank == 0 else None
-    refused("this process is writing it already", save, folder)
+    refused("[HD414]", save, folder)
     if other is not None:
         other.discard()
         (folder / "there").mkdir()
@@ -381,5 +381,5 @@ def test_working_folder_that_is_gone(world, last, folder, monkeypatch):
         if world.rank == last:
             patch.setattr(os, "getcwd", Mock(side_effect=FileNotFoundError("gone")))
         refused("gone", staging.save, "x.h5", X, ranks=[last])
-        refused("no such file", staging.load, "absent.h5")
+        refused("[HD401]", staging.load, "absent.h5")
     staging.save(folder / "x.h5", X)
