@@ -528,8 +528,8 @@ def parser() -> Parser:
     which = p.add_mutually_exclusive_group()
     which.add_argument(
         "--shapes", type=path, metavar="FILE",
-        help="text with one case per line: a call, a dtype, and the shape of each rank's shard, the last one that of "
-        "all further ranks: concat float32 1000x64 10x64",
+        help="file with one case per line, CALL DTYPE SHAPE...: one shape per rank, the last one repeated for the "
+        "remaining ranks, e.g. concat float32 1000x64 10x64",
     )  # fmt: skip
     which.add_argument(
         "--like", type=path, metavar="DIR",

@@ -193,8 +193,8 @@ def parser() -> Parser:
         prog="hpcdist tune",
         description="Measure the algorithms of route mpi for concat, gather, split and redistribute, on these ranks, "
         "and of route nccl for concat where it can run, and write rules for HPCDIST_TUNE. A rule replaces the default "
-        "only where it is faster by 5 % and beyond the noise. Other sizes check the rules. Rules of other numbers of "
-        "nodes and ranks in the file stay.",
+        "only where it is faster by 5 % and beyond the noise. The rules are then tested on other sizes. Rules in "
+        "FILE for other numbers of nodes or ranks are kept.",
         epilog="example: mpirun -n 4 python -m hpcdist tune -o tune.json",
     )
     p.add_argument(
