@@ -43,8 +43,8 @@ _REASONS = ("hpcdist.init()", "ulimit -n", "TMPDIR", "/dev/shm")  # why the exam
 _ABOUT = """
 Examine the job or process in which this command runs: launcher, MPI, cores, GPUs, network, shared memory, HDF5, the
 folder of route hdf5, and each route. A finding is ok, a warning (slow or limited) or broken (it fails or hangs).
-Warnings and broken findings name a fix. docs/reference/doctor.md explains each finding. The exit status is 1 if something is
-broken, else 0.
+Warnings and broken findings name a fix. docs/reference/doctor.md explains each finding. The exit status is 1 if
+something is broken, else 0.
 """
 
 

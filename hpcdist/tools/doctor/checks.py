@@ -1,6 +1,7 @@
 """The table of checks, in the order of the report: name, facts needed, verdict, meaning and fix of each.
 
-A verdict is a pure function of facts. docs/reference/doctor.md is made from the table: a check's docstring is its meaning.
+A verdict is a pure function of facts. docs/reference/doctor.md is made from the table, where a check's docstring is its
+meaning.
 """
 
 from __future__ import annotations
