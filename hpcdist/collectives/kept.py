@@ -154,10 +154,11 @@ class Kept:
         if out is not None:
             memory = buffers.memory(out.data_ptr(), out.nbytes)
         else:
-            spare = [] if torch.is_inference_mode_enabled() else self._spare  # tensors are of the mode they are made in
+            kept = not torch.is_inference_mode_enabled()  # tensors are of the mode they are made in
+            spare = self._spare if kept else []
             if not spare:
                 made = [torch.empty(self._box.shape, dtype=self._dtype, device="cpu")]
-                made += [torch.empty_like(made[0]) for _ in range(self._most)]  # takes half the time
+                made += [torch.empty_like(made[0]) for _ in range(self._most if kept else 0)]  # takes half the time
                 spare += [(x, buffers.memory(x.data_ptr(), x.nbytes)) for x in made]
                 self._most = 15 if made[0].nbytes <= _SPARE else 0
             out, memory = spare.pop()

@@ -214,3 +214,12 @@ def test_in_and_out_of_inference_mode(findings, size):
         findings.same(plan(torch.ones(1, columns)), torch.ones(size, columns), "outside")
         with torch.inference_mode():
             findings.same(plan(x), torch.ones(size, columns), "within")
+
+
+def test_inference_mode_makes_no_result_that_nobody_gets(world, monkeypatch):
+    made, empty_like = [], torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda x, **options: made.append(x) or empty_like(x, **options))
+    with torch.inference_mode():
+        for _ in range(4):
+            hd.concat(torch.ones(1, COLUMNS[0]))
+    assert_on_all_ranks(not made, f"{len(made)} were made")
