@@ -51,21 +51,15 @@ def _find(work: dist.Work) -> Any:
         del _asked.found
 
 
-def _passing_on(name: str, base: Callable[..., Any]) -> Callable[..., Any]:
+def passing_on(name: str, base: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of torch's works, made of its own one, that asks the work in Python of those that wrap one."""
+
     @functools.wraps(base)
     def method(self: dist.Work) -> Any:
         found = _find(self) if type(self) is dist.Work else None
         return base(self) if found is None else getattr(found, name)()
 
     return method
-
-
-def install() -> None:
-    """Let the methods of torch's works pass on to those in Python; a second call does nothing."""
-    for name in METHODS:
-        base = getattr(dist.Work, name, None)
-        if base is not None and not hasattr(base, "__wrapped__"):
-            setattr(dist.Work, name, _passing_on(name, base))
 
 
 def _seconds(timeout: timedelta | None) -> float | None:

@@ -100,6 +100,12 @@ class GroupHost:
         ):
             if place is not None:
                 self._changes.wrap(*place, around)
+        if PLUGINS:
+            from hpcdist.backend.works import METHODS, passing_on
+
+            for name in METHODS:
+                if hasattr(dist.Work, name):
+                    self._changes.wrap(dist.Work, name, partial(passing_on, name))
 
     def _maker(self, helper: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(helper)
@@ -255,7 +261,6 @@ def _create(name: str, options: Any, backend_options: Any = None) -> Any:
         backend_options: torch's options of a backend, or None.
     """
     from hpcdist.backend.operations import MpiBackend, MpiProcessGroup, team_of
-    from hpcdist.backend.works import install
 
     ranks, timeout = list(options.global_ranks_in_group), options.timeout
     if host.comm is None:
@@ -269,7 +274,6 @@ def _create(name: str, options: Any, backend_options: Any = None) -> Any:
     tag = sum(options.group_id.encode())
     team = team_of(comm, host.settings, range(comm.size), ranks or None, tag)
     if PLUGINS:
-        install()
         return MpiBackend(team, name, backend_options, timeout)
     return MpiProcessGroup(team, name, timeout)
 

@@ -3,6 +3,8 @@
 import pytest
 from launch import mpirun
 
+from hpcdist.runtime.registration import PLUGINS
+
 NAMES = {  # as pkgutil.resolve_name() reads them: whether a world has its own meanwhile
     "sys:exit": True,
     "os:_exit": True,
@@ -13,6 +15,7 @@ NAMES = {  # as pkgutil.resolve_name() reads them: whether a world has its own m
     "threading:excepthook": False,
     "mpi4py.MPI:Init": False,
     "mpi4py.MPI:Init_thread": False,
+    "torch.distributed:Work.is_completed": PLUGINS,
 }
 OTHERS = {"environment", "handlers", "handlers of C", "wakeup"}
 
