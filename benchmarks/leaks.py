@@ -118,7 +118,7 @@ def communicators(comm: MPI.Intracomm) -> int:
 def _records(world: hd.World) -> int:
     context = world._context
     found = len(context.teams) + len(context._torch_groups) + len(activity.peers)
-    found += len(callsite._texts) + len(callsite._inside)
+    found += len(callsite.texts) + len(callsite.insides)
     for team in context.teams.values():
         found += sum(map(len, (team.torch_groups, team.routes, team.repeats)))
     return found

@@ -291,7 +291,7 @@ class Hosts:
     def _off(self, name):
         holder = self._holders.pop(name)
         holder.stdin.close()
-        holder.wait(20)
+        holder.wait(120)  # it ends what is left, by looking at each process of a busy machine
         holder.stdout.close()
 
     def _inside(self, host):
