@@ -164,7 +164,7 @@ def test_an_unknown_code_is_an_error(code, capsys):
 def _explain(*words, stdin=""):
     return subprocess.run(
         [sys.executable, "-m", "hpcdist", "explain", *words],
-        input=stdin, capture_output=True, text=True, timeout=60, cwd=ROOT.parent,
+        input=stdin, capture_output=True, text=True, timeout=300, cwd=ROOT.parent,
     )  # fmt: skip
 
 

@@ -1,9 +1,5 @@
 """Child processes: those that were forked while MPI ran cannot use it and are told so; all others are left alone."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 from launch import mpirun
 
@@ -111,13 +107,7 @@ def test_a_process_that_can_be_no_rank_is_told_so(variable):
         if variable
         else "import hpcdist\nfrom mpi4py import MPI\nMPI.Finalize()\nhpcdist.init()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **({variable: "999"} if variable else {})},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 1
+    job = mpirun(0, code=code, env={variable: "999"} if variable else {}, quick=False)
+    assert job.status == 1
     expected = "LaunchError: PMI_FD=999, by which this process" if variable else "LaunchError: MPI has ended"
-    assert expected in done.stderr
+    assert expected in job.err

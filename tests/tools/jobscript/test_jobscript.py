@@ -161,7 +161,7 @@ def test_a_launcher_that_is_none_is_refused(tmp_path):
 def test_shellcheck_finds_nothing():
     path = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     done = subprocess.run(
-        [path, "--shell=bash", "--severity=warning", *PATHS], capture_output=True, text=True, timeout=60
+        [path, "--shell=bash", "--severity=warning", *PATHS], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout
 
@@ -263,7 +263,7 @@ def test_words_that_are_not_text_come_back_as_the_bytes_that_they_were(tmp_path)
     """Whatever the encoding of standard output."""
     environ = {**os.environ, "PYTHONUTF8": "1", "PYTHONIOENCODING": "ascii:strict"}
     command = [sys.executable, "-m", "hpcdist", "jobscript", "--", "python", b"a\xff.py", "\u00e9".encode()]
-    done = subprocess.run(command, env=environ, capture_output=True, timeout=60, check=True)
+    done = subprocess.run(command, env=environ, capture_output=True, timeout=300, check=True)
     assert b"program=(python 'a\xff.py' '\xc3\xa9')\n" in done.stdout
     path = tmp_path / "x.sbatch"
     main(["-o", str(path), "--", "python", os.fsdecode(b"a\xff.py")])
