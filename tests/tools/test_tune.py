@@ -104,6 +104,7 @@ def test_rules(tmp_path):
 NCCL = """
     import sys
     from pathlib import Path
+    from types import SimpleNamespace
     import hpcdist.tools.compare as compare, hpcdist.tools.tune as tune
     from hpcdist.routes import select
     from hpcdist.runtime.cli import run
@@ -111,7 +112,7 @@ NCCL = """
     sys.path.append(sys.argv[1])
     select.ROUTES["nccl"] = ("nccl_rules", "STAND_IN")
     tune.VERBS, tune.TOTALS, tune.HELD_OUT = {"nccl allgatherv": "concat"}, [2**14], [2**15]
-    tune.accelerator.shared_gpu = lambda gpus: "ranks 0 and 1"
+    tune.accelerator = SimpleNamespace(KIND="gpu", shared_gpu=lambda gpus: "ranks 0 and 1")
     tune._report = lambda place, found, checks: f"{len(checks)} checks"
     Path("shapes.txt").write_text("concat int64 3 5\\nconcat int64 4\\ngather int64 3 5")
     for tool, words in (tune, ["-o", "tune.json"]), (compare, ["--shapes", "shapes.txt", "--seconds", "0"]):
