@@ -28,7 +28,7 @@ from torch import Tensor
 
 from hpcdist.collectives.join import concat
 from hpcdist.errors import RankError, coded, listed, refusal
-from hpcdist.runtime import registration, world
+from hpcdist.runtime import world
 from hpcdist.tensors import accelerator
 
 HorovodInternalError = RankError
@@ -66,7 +66,7 @@ def nccl_built() -> int:
 
 is_initialized = _fact(
     "Whether init() has been called, and neither shutdown() nor hpcdist.finalize() since then.",
-    lambda: bool(_registered) and _made_in == [registration.host.comm],
+    lambda: bool(_registered),
 )
 rank = _fact("The rank of this process.", lambda: _world().rank)
 size = _fact("The number of processes.", lambda: _world().world_size)
@@ -127,7 +127,6 @@ class ProcessSet:
 global_process_set = ProcessSet([])
 global_process_set._reset(0)
 _registered: dict[int, ProcessSet] = {}
-_made_in: list[Any] = []  # the communicator of the world that init() has made or found
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
@@ -135,12 +134,11 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     used in place of COMM_WORLD. `process_sets` replace those that are registered; "dynamic" and None replace none."""
     if comm is not None and not hasattr(comm, "Get_rank"):
         raise _wrong("init(): pass an mpi4py communicator as `comm`, and ranks as process_sets=[ProcessSet(ranks)]")
-    if not is_initialized():
-        _forget()  # what an earlier world had, which hpcdist.finalize() ended
     here = world.init(comm)
     global_process_set.ranks, global_process_set.mpi_comm = list(range(here.world_size)), here.comm
+    if not _registered:
+        world.at_end(_forget)
     _registered.setdefault(0, global_process_set)
-    _made_in[:] = [registration.host.comm]
     if process_sets and not isinstance(process_sets, str):
         for old in list(_registered.values()):
             remove_process_set(old)
@@ -192,10 +190,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def shutdown() -> None:
     """Free the process sets, and finalize the world. Collective over all ranks."""
-    if is_initialized():
-        for process_set in list(_registered.values()):
-            remove_process_set(process_set)
-    _forget()
+    for process_set in list(_registered.values()):
+        remove_process_set(process_set)
     world.finalize()
 
 

@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -221,6 +221,11 @@ def current() -> World:
         text = "hpcdist is not initialised: call hpcdist.init() first, on every rank"
         raise HpcdistError(forks.refusal() or coded("HD112", text))
     return _world
+
+
+def at_end(callback: Callable[[], object]) -> None:
+    """Call this when the current world ends."""
+    current()._ends.callback(callback)
 
 
 def context() -> Context:
