@@ -288,7 +288,8 @@ def _uneven(case: Case) -> str | None:
 def _no_choice(algorithm: str, case: Case) -> str | None:
     if case.verb != "concat":
         return "only for concat"
-    return "only for equal messages" if algorithm == "fused" and len({*case.rows}) > 1 else None
+    usable = load("nccl").usable(team_of(), algorithm, sum(case.nbytes), max(case.nbytes))
+    return None if usable else "only for equal messages"
 
 
 CONTENDERS = [  # the name begins with the kind

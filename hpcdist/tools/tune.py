@@ -52,8 +52,8 @@ def main(world: World, args: argparse.Namespace) -> int:
         raise InputError("HD505", "expected two ranks or more: mpirun -n 2")
     place = team.rules.place
     before = objects.run_on_root(world.comm, "tune", lambda: _before(args.output))
-    without = load("nccl").missing(team)
-    operations = [name for name in VERBS if without is None or not name.startswith("nccl")]
+    nccl = load("nccl")
+    operations = [name for name in VERBS if nccl.missing(team) is None or not name.startswith("nccl")]
     found: dict[str, list[Rule]] = {operation: [] for operation in operations}
     samples, checks = list[Sample](), list[_Comparison]()
     skewed = team.size + 1
@@ -62,7 +62,7 @@ def main(world: World, args: argparse.Namespace) -> int:
     points = [point for point in points if point[0] != "alltoallv" or point[2] == 1]
     for operation, total, times, held_out in progress(points, world, "tune"):
         case, sizes = _case(team, operation, total, times)
-        candidates = _candidates(operation, place, times)
+        candidates = [rule for rule in _candidates(operation, place) if nccl.usable(team, rule.algorithm, *sizes)]
         usable = {rule.algorithm for rule in candidates}.__contains__
         default = Rules(place, team.size, None).choose(operation, *sizes, usable)
         now = Rules(place, team.size, Tuned("", {place: found}, {})).choose(operation, *sizes, usable)
@@ -137,10 +137,8 @@ def _case(team: Team, operation: str, total: int, times: int) -> tuple[Case, tup
     return case, (sum(case.nbytes), max(case.nbytes))
 
 
-def _candidates(operation: str, place: Place, times: int) -> list[Rule]:
-    out = {"window"} if min(place) == 1 else set()
-    out |= {"fused"} if times > 1 else set()
-    names = [name for name in ALGORITHMS[operation] if name not in out]
+def _candidates(operation: str, place: Place) -> list[Rule]:
+    names = [name for name in ALGORITHMS[operation] if name != "window" or min(place) > 1]
     return [Rule(0, 0, name, segment) for name in names for segment in _SEGMENTS.get(name, (0,))]
 
 
