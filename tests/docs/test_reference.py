@@ -14,13 +14,11 @@ from hpcdist.tools.doctor import checks
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def reference():
-    sys.path.insert(0, str(ROOT / "docs"))
-    try:
-        import reference
-    finally:
-        sys.path.pop(0)
+@pytest.fixture
+def reference(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import reference
+
     return reference
 
 
