@@ -25,7 +25,8 @@ class Report:
         doing: description: WAITS, "dead", "stopped", "in Python, at ...".
         stack: stack of its main thread, if its own rank has reported it.
         known: whether its calls are known, from itself or another rank of its node.
-        still: seconds in which it has launched no collective on a GPU, where its own rank has reported them.
+        still, launched: seconds without a new collective on a GPU, and how many it has launched in each of torch's
+            groups, if its own rank has reported them.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class Report:
     stack: list[str] = field(default_factory=list)
     known: bool = True
     still: float = 0.0
+    launched: dict[str, int] = field(default_factory=dict)
 
     @property
     def calls(self) -> list[CallEntry]:

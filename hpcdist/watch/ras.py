@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 _DEFAULT = "localhost:28028"
 _QUESTION = b"set format json\nverbose status\n"
 _BLOCK, _MOST = 2**20, 2**26  # bytes that are read at once, and of an answer
-_EQUAL = "NCCL's RAS: all ranks have launched as many collectives (it counts no send, recv or sizes)"
+_EQUAL = "all ranks have launched as many collectives (send, recv and sizes are not counted)"
 _SHOWN = 16  # ranks with the same counts, at most
 
 Process = tuple[str, int]  # a host, as NCCL names it, and a pid
@@ -101,5 +101,5 @@ def compare(
                 text = ", ".join(f"{name} {n}" for name, n in counts.get(rank, {}).items() if n)
                 texts.setdefault(text or "no answer", []).append(str(rank))
             parts = [f"rank {', '.join(who[:_SHOWN])}{' ...' * (len(who) > _SHOWN)}: {of}" for of, who in texts.items()]
-            lines.append(f"NCCL's RAS, collectives launched in a communicator: {'; '.join(parts)}")
+            lines.append(f"collectives launched in a communicator: {'; '.join(parts)}")
     return behind, silent, lines or [_EQUAL]

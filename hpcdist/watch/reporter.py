@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _SILENT = "running, but does not answer: native code that holds Python's lock, no processor for it, or lost messages"
 _UNSEEN = "does not answer: it is stopped, in native code that holds Python's lock, or its node is down or cut off"
-_MOST_PEERS = 512  # ranks of a team that are reported: a message has 64 KiB
+_MOST_PEERS = 512  # ranks of a team, and groups, that are reported: a message has 64 KiB
 _SHOWN = 4  # sizes of tensors of a call
 
 
@@ -35,7 +35,8 @@ class Reporter:
         record, slot: record of this node, and the slot in it of this rank.
         members: address, host, pid, node and slot of each rank.
         local_ranks: rank of each slot; this rank alone where the node's processes share no record.
-        launched: numbers of the calls and collectives that this rank has launched, at the latest count().
+        launched: how many collectives this rank has launched, at the latest count(), by the name of torch's group; and
+            the number of hpcdist's own calls.
         still: seconds without another one.
     """
 
@@ -49,7 +50,7 @@ class Reporter:
         self.members = objects.all_gather_object(comm, member)
         slots = {other["slot"]: rank for rank, other in enumerate(self.members) if other["node"] == node}
         self.local_ranks: dict[int, int] = slots if len(slots) == local.size else {self.slot: self.rank}
-        self.launched: tuple[int, ...] = ()
+        self.launched = dict[str, int]()
         self.still = 0.0
 
     def announce(self, state: int) -> None:
@@ -80,7 +81,9 @@ class Reporter:
             record.settle()
         process, frames = self.record.read(self.slot), procstat.frames()
         report = self._report(self.rank, process)
-        report.still = self.still if launched_now()[0] == self.launched else 0.0
+        now = launched_now()[0]
+        report.still = self.still if now == self.launched else 0.0
+        report.launched = dict(list(now.items())[1:_MOST_PEERS])
         for thread, record in zip(report.threads, activity.thread_records, strict=False):
             thread.waited = record.waited
             if thread.call is not None:
@@ -119,10 +122,10 @@ class Reporter:
         return Report(rank, member["host"], member["pid"], [] if process is None else process.threads)
 
 
-def launched_now() -> tuple[tuple[int, ...], float]:
-    """Return the number of hpcdist's calls and of the collectives of torch's groups, and the deadline of the latter."""
+def launched_now() -> tuple[dict[str, int], float]:
+    """Return the number of hpcdist's calls, then of the collectives of each of torch's groups, and those' deadline."""
     launched, limit = torch_groups.launched()
-    return (sum(record.begun for record in activity.thread_records), *launched), limit
+    return {"hpcdist": sum(record.begun for record in activity.thread_records), **launched}, limit
 
 
 def _described(call: Any) -> str:

@@ -114,15 +114,15 @@ class TorchGroup:
             own.record.end()
 
 
-def launched() -> tuple[tuple[int, ...], float]:
+def launched() -> tuple[dict[str, int], float]:
     """Return the number of collectives launched in each of torch's groups on GPUs, and their earliest deadline."""
-    numbers, earliest = [], inf
+    numbers, earliest = dict[str, int](), inf
     for group in torch_names.groups():
         with suppress(Exception):  # the group is for host memory, or torch does not report its number
             backend = torch_names.backend_of(group)(torch.device(accelerator.KIND))
-            numbers.append(torch_names.launched(backend)())
+            numbers[group.group_name] = torch_names.launched(backend)()
             earliest = min(earliest, _limit(backend) or inf)
-    return tuple(numbers), earliest
+    return numbers, earliest
 
 
 def _limit(backend: object) -> float | None:

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
@@ -35,7 +35,7 @@ _TICK, _LEAST = 5.0, 0.01  # seconds between two checks at most, and at least
 _SWEEP = 1.0  # seconds between two sweeps of the pool of result memory at most, while it has something to sweep
 _JOIN = 1.5  # seconds in which the other ranks that wait raise, too, before the job ends
 _END = 0.3  # seconds until an ending job has ended
-_RAS = 3.0  # seconds for the answer of NCCL's RAS, which waits a second for a stopped process
+_RAS = 2.0  # seconds for the answer of NCCL's RAS, which waits a second for a stopped process
 _HASTE = 0.2  # seconds to wait for answers where the launcher is about to end the job
 _NOTHING, _COLLECTIVE = CallEntry(0.0, 0, 0, ""), CallEntry(0.0, 0, 0, "a collective on the GPU")
 ALARM, DEMAND = "alarm", "demand"  # reasons for a query
@@ -64,7 +64,7 @@ class Watch:
         self._reactions: dict[int, Callable[[], None]] = {}
         self._peer_died = self._signalled = self._stopping = False
         self._gpu: tuple[torch.device, tuple[str, int] | None] | None = None
-        self._noted: tuple[int, ...] = ()  # collectives launched when the other ranks were last asked because of them
+        self._noted: dict[str, int] = {}  # collectives launched when the other ranks were last asked because of them
         self._demanded = 0.0  # when a signal last asked this rank for the table
         self._inquiries: SimpleQueue[threading.Event] = SimpleQueue()
         self._lock = threading.RLock()  # between those who wake the thread and the one who closes the pipe for that
@@ -262,7 +262,7 @@ class Watch:
             return True
         behind, silent, notes, reports = self._launches(0.8 * limit)
         assert self._gpu is not None
-        busy = not accelerator.idle(self._gpu[0])
+        busy = not accelerator.idle(self._gpu[0]) or _in_torch()
         if busy and not behind:
             behind = silent.union(rank for rank, report in reports.items() if report.doing in GONE)
         self._noted = launched
@@ -275,9 +275,10 @@ class Watch:
         return True
 
     def _launches(self, limit: float) -> tuple[set[int], set[int], list[str], dict[int, Report]]:
-        """Return which ranks are behind in NCCL's collectives, which are silent, what NCCL's RAS says, and the reports.
+        """Return which ranks are behind in collectives on GPUs, which are silent, what the counts are, and the reports.
 
-        The reports are later than the answer of RAS: what a waiting rank has launched was old by then.
+        NCCL's RAS counts by the names of collectives; where it gives no answer, torch counts those of its groups. The
+        reports are later than the answer of RAS: what a waiting rank has launched was old by then.
 
         Args:
             limit: seconds without another collective after which a rank waits.
@@ -294,8 +295,15 @@ class Watch:
             problem = str(error)
         reports = self._peers.ask(ALARM, ANSWERS)
         waiting = [rank for rank, report in reports.items() if report.still >= limit]
-        behind, silent, notes = ras.compare(groups, ras.ranks_of(groups, list(nodes.values())), waiting)
-        return behind, silent, [f"NCCL's RAS gives no answer: {problem}"] if problem else notes, reports
+        ranks, source = ras.ranks_of(groups, list(nodes.values())), "NCCL's RAS"
+        if problem:
+            ranks, source = {("", rank): rank for rank in reports}, f"torch (NCCL's RAS gives no answer: {problem})"
+            for name in {name for report in reports.values() for name in report.launched}:
+                counts = {rank: report.launched[name] for rank, report in reports.items() if name in report.launched}
+                launched = {("", rank): Counter({"in all": count}) for rank, count in counts.items()}
+                groups.append(ras.Communicator(launched, []))
+        behind, silent, notes = ras.compare(groups, ranks, waiting)
+        return behind, silent, [f"by {source}: {note}" for note in notes], reports
 
     def _join(self, other: int) -> None:
         """Raise in all waiting calls of this rank, because another rank does so and ends the job."""
@@ -369,6 +377,12 @@ def save_trace(finished: bool) -> None:
 def _on_end() -> None:
     abort.cleanup()  # first: the launcher may end this process at any time
     save_trace(finished=False)
+
+
+def _in_torch() -> bool:
+    """Whether the main thread is in torch.distributed, such as in a message that connects before a GPU has any work."""
+    frame = procstat.frames().get(os.getpid())
+    return frame is not None and str(frame.f_globals.get("__name__")).startswith("torch.distributed")
 
 
 def _peers_of(team: int) -> Sequence[int]:

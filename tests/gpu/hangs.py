@@ -19,12 +19,14 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import torch
 
-NAMED = ("sleep", "busy", "stop", "kill", "subgroup", "other")
+NAMED = ("sleep", "off", "busy", "stop", "kill", "subgroup", "other")  # off: without NCCL's RAS
 EQUAL = ("p2p", "sizes", "compute")  # all ranks have launched as many collectives: nobody is named
 MOVES = ("verbs",)  # no hang: the verbs have groups of their own, of which one rank has launched more at any time
 LIMIT = 16.0  # seconds of torch's groups, of which hpcdist takes a quarter less
@@ -70,7 +72,7 @@ def stand_in(world, launched):
     if world.rank == int(os.environ["RAS_RANK"]):
         listener = socket.create_server(("localhost", port))
         threading.Thread(target=answer, args=(listener,), daemon=True).start()
-    watch_of(world).follow(world.device, ("localhost", port))
+    watch_of(world).follow(world.device, None if "NCCL_RAS_ENABLE" in os.environ else ("localhost", port))
     return write
 
 
@@ -133,7 +135,7 @@ def rank(kind, bad, seed):
     elif kind == "busy":
         while True:
             pass
-    if mine and kind in ("sleep", "subgroup", "p2p"):
+    if mine and kind in ("sleep", "off", "subgroup", "p2p"):
         time.sleep(1000)
     synchronize()
     time.sleep(0 if gpu else 1000)
@@ -144,9 +146,20 @@ def rank(kind, bad, seed):
 
 
 def free_port():
-    """A port that nobody has now: jobs beside this one need others."""
-    with socket.create_server(("localhost", 0)) as listener:
-        return listener.getsockname()[1]
+    """A port that nobody has now, and that the system gives to nobody who asks for any."""
+    while True:
+        with suppress(OSError), socket.create_server(("localhost", random.randrange(10000, 32000))) as listener:
+            return listener.getsockname()[1]
+
+
+def stacks(job):
+    """Let the ranks of a job print where they are: it ends them."""
+    for process in psutil.Process(job.pid).children(recursive=True):
+        with suppress(psutil.Error):
+            if "python" in process.name():
+                process.send_signal(signal.SIGABRT)
+    with suppress(subprocess.TimeoutExpired):
+        job.wait(5)
 
 
 def one(mpirun, number, kind):
@@ -154,7 +167,13 @@ def one(mpirun, number, kind):
     chance = random.Random(number)
     bad = chance.randrange(2)
     with tempfile.TemporaryDirectory() as folder:
-        environ = {"NCCL_RAS_ADDR": f"localhost:{free_port()}", "RAS_FOLDER": folder, "RAS_RANK": str(1 - bad)}
+        environ = {
+            "PYTHONFAULTHANDLER": "1",
+            "NCCL_RAS_ADDR": f"localhost:{free_port()}",
+            "RAS_FOLDER": folder,
+            "RAS_RANK": str(1 - bad),
+        }
+        environ |= {"NCCL_RAS_ENABLE": "0"} if kind == "off" else {}
         command = [mpirun, "-n", "2", sys.executable, __file__, kind, str(bad), str(number)]
         log = Path(folder, "log")
         with log.open("w") as out:
@@ -173,6 +192,8 @@ def one(mpirun, number, kind):
             if not seen and re.search(wanted, text):
                 seen = time.time()
                 end = seen + (20 if kind in NAMED else 0)  # torch's own deadline ends the job, some time
+        if not seen and job.poll() is None:
+            stacks(job)
         for last in (job.terminate, lambda: os.killpg(job.pid, signal.SIGKILL)):
             try:
                 last()

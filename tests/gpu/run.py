@@ -1,6 +1,7 @@
 """All GPU checks, the short ones first: tests/gpu/run.sh [--python PYTHON] [--mpirun MPIRUN] [--record] [STEP ...]
 
-It needs torch for CUDA, mpi4py, pytest and pytest-mpi, and takes 4 minutes on one GPU. Ranks that share a GPU run over
+It needs torch for CUDA, mpi4py, psutil, pytest and pytest-mpi, and takes 4 minutes on one GPU beside 16 cores, of which
+steps that measure nothing share 4 at a time. Ranks that share a GPU run over
 MPI, gloo and HDF5, and from NCCL 2.30.3 on over NCCL, too. --record writes the table of results to
 benchmarks/MEASUREMENTS.md. Steps are named by the beginning of their names. Without a GPU, the CPU and gloo stand in
 for GPU and NCCL: that checks the checks.
@@ -15,10 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from hangs import free_port, stacks
 from settings import ROOT, ROOT_AND_MORE
 
 from hpcdist.tensors.accelerator import library_version
@@ -28,9 +32,21 @@ NCCL = library_version() if GPUS else ""
 SHARE = {}
 if GPUS and tuple(map(int, NCCL.split(".")[:3])) >= (2, 30, 3):
     SHARE = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
+CORES = os.cpu_count() or 1
 OWN = max(1, GPUS)  # ranks with a GPU each
 SLOWER = 1 if GPUS else 6  # a machine of CI runs other tests beside these
-PYTEST = ("-m", "pytest", "-q", "--capture=sys", "--with-mpi", "-p", "no:cacheprovider", "-m", "mpi and gpu")
+PYTEST = (
+    "-m",
+    "pytest",
+    "-q",
+    "--color=no",
+    "--capture=no",
+    "--with-mpi",
+    "-p",
+    "no:cacheprovider",
+    "-m",
+    "mpi and gpu",
+)
 PAGE = ROOT / "benchmarks" / "MEASUREMENTS.md"
 BEGIN, END = "<!-- results of tests/gpu/run.sh -->\n", "<!-- end of the results of tests/gpu/run.sh -->\n"
 SHAPES = """concat int64 4096
@@ -43,7 +59,8 @@ concat int64 33554432 16777216
 class Step(NamedTuple):
     """A job: its ranks (0: none, it starts jobs itself), the arguments of Python, and what its output must have.
 
-    `what` is shown of its output; `share` says whether its ranks share a GPU, if NCCL lets them.
+    `what` is shown of its output; `share` says whether its ranks share a GPU, if NCCL lets them; `alone`, whether no
+    other step runs beside it.
     """
 
     name: str
@@ -53,6 +70,7 @@ class Step(NamedTuple):
     must: str = ""
     what: str = ""
     share: bool = False
+    alone: bool = False
     variables: tuple[tuple[str, str], ...] = ()
 
 
@@ -68,9 +86,10 @@ def steps(folder, mpirun):
     shapes = [x for x in SHAPES.splitlines(True) if len(x.split()) == 2 + OWN]
     (folder / "shapes.txt").write_text("".join(shapes if GPUS else shapes[:1]))
     size, device = ("1G", ("--device", "cuda")) if GPUS else ("1M", ())
-    save = ("benchmarks/once.py", "async_save", *device, "--sizes", size, "--folder", "/dev/shm")
-    compare = ("-m", "hpcdist", "compare", "--shapes", str(folder / "shapes.txt"), "-o", str(folder / "found.json"))
-    hangs = ("tests/gpu/hangs.py", mpirun, "20" if GPUS else "2")
+    save = ("benchmarks/once.py", "async_save", *device, "--sizes", size, "--rounds", "3", "--folder", "/dev/shm")
+    shapes, found = str(folder / "shapes.txt"), str(folder / "found.json")
+    compare = ("-m", "hpcdist", "compare", "--seconds", "10", "--shapes", shapes, "-o", found)
+    hangs = ("tests/gpu/hangs.py", mpirun, *(("20", str(max(1, CORES * 3 // 4))) if GPUS else ("2",)))
     passed = r"^.*\d+ passed.*$"
     return [
         Step("worlds one after the other", 60, OWN, ("tests/gpu/worlds.py",), "right"),
@@ -80,9 +99,9 @@ def steps(folder, mpirun):
         hang("stop"),
         Step("train_ddp", 60, OWN, ("-m", "hpcdist.examples.train_ddp")),
         Step("train_fsdp", 60, OWN, ("-m", "hpcdist.examples.train_fsdp")),
-        Step("save in the background", 60, OWN, save, "", r"^.*\d\.\d\d.*$"),
-        Step("compare", 90, OWN, compare),
-        Step("hangs on NCCL", 180, 0, hangs, "", r"^.* hangs: .*$", share=True),
+        Step("save in the background", 60, OWN, save, "", r"save, async_op=True.*$", alone=True),
+        Step("compare", 90, OWN, compare, alone=True),
+        Step("hangs on NCCL", 180, 0, hangs, "", r"^.* hangs: .*$", share=True, alone=True),
         Step("tests, a GPU for each rank", 120, OWN, (*PYTEST, "tests/gpu"), passed, passed),
         Step("tests, 2 ranks that share a GPU", 150, 2, (*PYTEST, "tests/gpu"), passed, passed, share=True),
         Step("torch's tests, 4 ranks", 90, 4, (*PYTEST, "tests/gpu/test_gpu_torch.py"), passed, passed),
@@ -91,7 +110,7 @@ def steps(folder, mpirun):
 
 def ended(job, seconds):
     """Wait for a job, and end it if it takes longer; return whether it did not."""
-    for last in (None, job.terminate, lambda: os.killpg(job.pid, signal.SIGKILL)):
+    for last in (None, lambda: stacks(job), job.terminate, lambda: os.killpg(job.pid, signal.SIGKILL)):
         try:
             if last is not None:
                 last()
@@ -102,14 +121,14 @@ def ended(job, seconds):
     return False
 
 
-def execute(step, python, mpirun, folder):
+def execute(step, *, python, mpirun, folder):
     """Run a step; return its row: its name, its result, its seconds."""
     example = step.name.startswith("train")
     command = [*([mpirun, "-n", str(step.ranks)] if step.ranks else []), python, *step.arguments]
-    environ = {"HPCDIST_TIMEOUT": "40"}
+    environ = {"HPCDIST_TIMEOUT": "40", "PYTHONFAULTHANDLER": "1", "NCCL_RAS_ADDR": f"localhost:{free_port()}"}
     environ |= dict(step.variables) | (SHARE if step.share else {}) | ({} if GPUS else {"HPCDIST_TEST_GPU": "stand-in"})
     begin = time.monotonic()
-    log = folder / "log"
+    log = folder / step.name
     with log.open("w") as out:
         how = {"stdout": out, "stderr": out, "start_new_session": True, "cwd": folder if example else ROOT}
         job = subprocess.Popen(command, env={**ROOT_AND_MORE, **os.environ, **environ}, **how)
@@ -121,10 +140,11 @@ def execute(step, python, mpirun, folder):
     shown = re.search(step.what, out, re.MULTILINE) if step.what else None
     good = not late and status == 0 and found and not (step.must == r"\bright" and len(found) < step.ranks)
     result = "" if good else f"not done after {SLOWER * step.seconds} s" if late else f"FAILED ({status})"
-    text = " ".join(filter(None, [result, shown.group().strip("= ")[:90] if shown else "" if result else "passed"]))
+    short = "passed" if shown is None else " ".join(shown.group().replace("|", " ").split()).strip("= ")[:90]
+    text = f"{result} {'' if result and shown is None else short}".strip()
     print(f"== {step.name}, {step.ranks or 2} ranks: {text} ({seconds:.0f} s)", flush=True)
     if not good:
-        print(*out.splitlines()[-40:], sep="\n", flush=True)
+        print("\n".join(out.splitlines()[-100:]), flush=True)
     return f"| {step.name} | {step.ranks or 2} | {text} | {seconds:.0f} |", bool(good)
 
 
@@ -143,9 +163,12 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         chosen = [x for x in steps(folder, args.mpirun) if not args.step or x.name.startswith(tuple(args.step))]
-        rows = [
-            execute(step, args.python, args.mpirun, folder) for step in chosen if not step.share or SHARE or not GPUS
-        ]
+        chosen = [step for step in chosen if not step.share or SHARE or not GPUS]
+        run = partial(execute, python=args.python, mpirun=args.mpirun, folder=folder)
+        with ThreadPoolExecutor(min(4, 1 + CORES // 4)) as pool:  # those that may take longest first
+            beside = sorted((step for step in chosen if not step.alone), key=lambda step: -step.seconds)
+            rows = list(pool.map(run, beside))
+        rows += [run(step) for step in chosen if step.alone]
     table = [about + ":\n", "| what | ranks | result | s |", "|---|--:|---|--:|", *(row for row, _ in rows)]
     print("\n".join(table), f"{time.monotonic() - begin:.0f} s in all", sep="\n", flush=True)
     if args.record:
