@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -23,20 +23,23 @@ from hpcdist.validation import collective, local
 from hpcdist.validation.collective import Agreed, Call
 
 if TYPE_CHECKING:
-    from hpcdist.comm.team import GroupLike, S, SharedKeywords, StructureKeywords
+    from hpcdist.comm.team import GroupLike, S
     from hpcdist.runtime.background import Handle
 
 
 # fmt: off
 @overload
 def gather(x: S, dim: int = 0, root: int = 0, *,
-           async_op: Literal[False] = False, **options: Unpack[StructureKeywords]) -> S | None: ...
+           group: GroupLike | None = None, route: str = "auto", out: torch.Tensor | None = None,
+           allow_pickle: bool = False, async_op: Literal[False] = False) -> S | None: ...
 @overload
 def gather(x: S, dim: int = 0, root: int = 0, *,
-           async_op: Literal[True], **options: Unpack[StructureKeywords]) -> Handle[S | None]: ...
+           group: GroupLike | None = None, route: str = "auto", out: torch.Tensor | None = None,
+           allow_pickle: bool = False, async_op: Literal[True]) -> Handle[S | None]: ...
 @overload
 def gather(x: object, dim: int = 0, root: int = 0, *,
-           async_op: bool = False, **options: Unpack[StructureKeywords]) -> Any: ...
+           group: GroupLike | None = None, route: str = "auto", out: torch.Tensor | None = None,
+           allow_pickle: bool = False, async_op: bool = False) -> Any: ...
 # fmt: on
 def gather(
     x: Any,
@@ -97,13 +100,16 @@ def gather(
 # fmt: off
 @overload
 def concat(x: S, dim: int = 0, *,
-           async_op: Literal[False] = False, **options: Unpack[SharedKeywords]) -> S: ...
+           group: GroupLike | None = None, route: str = "auto", out: torch.Tensor | None = None,
+           allow_pickle: bool = False, shared: bool = False, async_op: Literal[False] = False) -> S: ...
 @overload
 def concat(x: S, dim: int = 0, *,
-           async_op: Literal[True], **options: Unpack[SharedKeywords]) -> Handle[S]: ...
+           group: GroupLike | None = None, route: str = "auto", out: torch.Tensor | None = None,
+           allow_pickle: bool = False, shared: bool = False, async_op: Literal[True]) -> Handle[S]: ...
 @overload
 def concat(x: object, dim: int = 0, *,
-           async_op: bool = False, **options: Unpack[SharedKeywords]) -> Any: ...
+           group: GroupLike | None = None, route: str = "auto", out: torch.Tensor | None = None,
+           allow_pickle: bool = False, shared: bool = False, async_op: bool = False) -> Any: ...
 # fmt: on
 def concat(
     x: Any,

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from hpcdist.validation import collective, local as checks
 from hpcdist.validation.collective import Agreed, Call
 
 if TYPE_CHECKING:
-    from hpcdist.comm.team import GroupLike, Keywords
+    from hpcdist.comm.team import GroupLike
     from hpcdist.runtime.background import Handle
 
 _LAYOUTS = frozenset({layouts.Split, layouts.Block, layouts.Replicate, layouts.Boxes})  # which cannot change
@@ -39,10 +39,12 @@ Shape = tuple[int, ...]
 # fmt: off
 @overload
 def redistribute(x: Tensor, src: Layout, dst: Layout, *,
-                 async_op: Literal[False] = False, **options: Unpack[Keywords]) -> Tensor: ...
+                 group: GroupLike | None = None, route: str = "auto", out: Tensor | None = None,
+                 async_op: Literal[False] = False) -> Tensor: ...
 @overload
 def redistribute(x: Tensor, src: Layout, dst: Layout, *,
-                 async_op: Literal[True], **options: Unpack[Keywords]) -> Handle[Tensor]: ...
+                 group: GroupLike | None = None, route: str = "auto", out: Tensor | None = None,
+                 async_op: Literal[True]) -> Handle[Tensor]: ...
 # fmt: on
 def redistribute(
     x: Tensor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from hpcdist.validation import collective, local
 from hpcdist.validation.collective import Agreed, Call
 
 if TYPE_CHECKING:
-    from hpcdist.comm.team import GroupLike, S, SharedKeywords
+    from hpcdist.comm.team import GroupLike, S
     from hpcdist.runtime.background import Handle
 
 Counts: TypeAlias = str | Sequence[int] | None
@@ -39,13 +39,16 @@ Counts: TypeAlias = str | Sequence[int] | None
 # fmt: off
 @overload
 def split(x: S | None, dim: int = 0, root: int | None = 0, counts: Counts = None, *,
-          async_op: Literal[False] = False, **options: Unpack[SharedKeywords]) -> S: ...
+          group: GroupLike | None = None, route: str = "auto", out: torch.Tensor | None = None,
+          allow_pickle: bool = False, shared: bool = False, async_op: Literal[False] = False) -> S: ...
 @overload
 def split(x: S | None, dim: int = 0, root: int | None = 0, counts: Counts = None, *,
-          async_op: Literal[True], **options: Unpack[SharedKeywords]) -> Handle[S]: ...
+          group: GroupLike | None = None, route: str = "auto", out: torch.Tensor | None = None,
+          allow_pickle: bool = False, shared: bool = False, async_op: Literal[True]) -> Handle[S]: ...
 @overload
 def split(x: object, dim: int = 0, root: int | None = 0, counts: Counts = None, *,
-          async_op: bool = False, **options: Unpack[SharedKeywords]) -> Any: ...
+          group: GroupLike | None = None, route: str = "auto", out: torch.Tensor | None = None,
+          allow_pickle: bool = False, shared: bool = False, async_op: bool = False) -> Any: ...
 # fmt: on
 def split(
     x: Any,

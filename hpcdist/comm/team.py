@@ -17,7 +17,7 @@ from datetime import timedelta
 from functools import cached_property
 from hashlib import blake2b
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -76,26 +76,6 @@ class Settings:
 
 GroupLike: TypeAlias = "dist.ProcessGroup | MPI.Comm | DeviceMesh"
 """The values of ``group=``."""
-
-
-class Keywords(TypedDict, total=False):
-    """The keywords of every collective on tensors."""
-
-    group: GroupLike | None
-    route: str
-    out: Tensor | None
-
-
-class StructureKeywords(Keywords, total=False):
-    """Those of a collective that takes structures, too."""
-
-    allow_pickle: bool
-
-
-class SharedKeywords(StructureKeywords, total=False):
-    """Those of a collective whose result the ranks of a node can share."""
-
-    shared: bool
 
 
 class Group:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hpcdist.errors import coded, hint, refusal
 
-__version__ = "1.0.0rc1"
+__version__ = "1.0.0rc2"
 
 # As in setup.cfg, which has the reasons. pip checks them when it installs; later installations, PYTHONPATH and a
 # cluster's modules do not.

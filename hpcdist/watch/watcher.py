@@ -296,7 +296,8 @@ class Watch:
         reports = self._peers.ask(ALARM, ANSWERS)
         waiting = [rank for rank, report in reports.items() if report.still >= limit]
         ranks, source = ras.ranks_of(groups, list(nodes.values())), "NCCL's RAS"
-        if problem:
+        if not ranks:
+            problem = problem or "it answers for another job"
             ranks, source = {("", rank): rank for rank in reports}, f"torch (NCCL's RAS gives no answer: {problem})"
             for name in {name for report in reports.values() for name in report.launched}:
                 counts = {rank: report.launched[name] for rank, report in reports.items() if name in report.launched}
