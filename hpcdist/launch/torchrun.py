@@ -113,6 +113,8 @@ def give(
             if environ.get(name) == wanted[name]:
                 del environ[name]
                 environ.update({name: before[name]} if name in before else {})
+        if held and isinstance(held[0], socket.socket):
+            held[0].close()
         held.clear()
 
     return take_back

@@ -73,22 +73,23 @@ class Datagrams:
             if self._pipe:
                 fcntl.fcntl(self._pipe[0], fcntl.F_SETPIPE_SZ, _BUFFER)
 
-    def send(self, address: Sequence[Any], message: dict[str, Any]) -> None:
-        """Send a message, which is lost if the other rank does not exist, has too many, or if it is too long."""
+    def send(self, address: Sequence[Any], message: dict[str, Any]) -> bool:
+        """Send a message, which is lost if the other rank does not exist, or has too many; False if it is too long."""
         body = zlib.compress(pickle.dumps(message))
         part = _HEAD.pack(self._digest(body), len(body)) + body
         if len(part) > select.PIPE_BUF:  # writes to a pipe are atomic up to this size
-            return
+            return False
         with suppress(OSError):
             if self._socket is not None:
                 self._socket.sendto(part, tuple(address))
-                return
+                return True
             # It is opened for reading, too: without readers, writing may end this process.
             fd = procstat.opened(address)
             try:
                 os.write(fd, part)
             finally:
                 os.close(fd)
+        return True
 
     def receive(self) -> list[dict[str, Any]]:
         """Return the messages that arrived from ranks of this job."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from hpcdist.watch.datagrams import Datagrams
@@ -116,16 +117,23 @@ class Peers:
     def _silent(self) -> list[int]:
         return [rank for rank in range(len(self._members)) if rank not in self._answers]
 
-    def _send(self, dest: int, kind: str, **fields: Any) -> None:
-        self._datagrams.send(self._members[dest]["address"], {"kind": kind, "from": self._rank, **fields})
+    def _send(self, dest: int, kind: str, **fields: Any) -> bool:
+        return self._datagrams.send(self._members[dest]["address"], {"kind": kind, "from": self._rank, **fields})
+
+    def _answer(self, dest: int, number: int, report: Report) -> None:
+        """Send a report, without what makes it too long for a message."""
+        alone = [replace(thread, peers=[]) for thread in report.threads]
+        for shorter in (report, replace(report, launched={}), replace(report, launched={}, threads=alone, stack=[])):
+            if self._send(dest, "answer", number=number, report=shorter):
+                return
 
     def _take(self, kind: str, source: int, message: dict[str, Any]) -> None:
         """Process a message of another rank."""
         if kind == "ask":
             self._asked_by[source] = message["why"], time.monotonic()
-            self._send(source, "answer", number=message["number"], report=self._reporter.own())
+            self._answer(source, message["number"], self._reporter.own())
         elif kind == "ask about":
-            self._send(source, "answer", number=message["number"], report=self._reporter.seen(message["rank"]))
+            self._answer(source, message["number"], self._reporter.seen(message["rank"]))
         elif kind == "raise":
             self.raised_by = source
         elif kind == "end":

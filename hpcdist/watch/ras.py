@@ -59,7 +59,7 @@ def communicators(answer: str) -> list[Communicator]:
             counts = {_process(rank): rank["collective_counts"].items() for rank in part["ranks"]}
             launched = {process: Counter({name: int(n) for name, n in of}) for process, of in counts.items()}
             groups.append(Communicator(launched, [_process(rank) for rank in part["missing_ranks"]]))
-    except (AttributeError, KeyError, TypeError, RecursionError) as error:
+    except (ArithmeticError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(repr(error)) from None
     return groups
 

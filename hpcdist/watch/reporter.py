@@ -10,17 +10,20 @@ from typing import TYPE_CHECKING, Any
 from hpcdist import activity
 from hpcdist.activity import ENDING, FINALIZED, RUNNING, Process, SharedRecord, procstat
 from hpcdist.control import objects
+from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import tensors_in
 from hpcdist.watch import torch_groups
 from hpcdist.watch.hang_table import WAITS, Report
 
 if TYPE_CHECKING:
+    import torch
     from mpi4py import MPI
 
 _SILENT = "running, but does not answer: native code that holds Python's lock, no processor for it, or lost messages"
 _UNSEEN = "does not answer: it is stopped, in native code that holds Python's lock, or its node is down or cut off"
-_MOST_PEERS = 512  # ranks of a team, and groups, that are reported: a message has 64 KiB
+_MOST_PEERS = 512  # ranks of a team, and groups, that are reported
 _SHOWN = 4  # sizes of tensors of a call
+_WAITING = ("torch.distributed", "torch.accelerator", "torch.cuda", "torch.xpu")
 
 
 class Reporter:
@@ -38,6 +41,7 @@ class Reporter:
         launched: how many collectives this rank has launched, at the latest count(), by the name of torch's group; and
             the number of hpcdist's own calls.
         still: seconds without another one.
+        device: this rank's GPU, if the watch looks after it.
     """
 
     def __init__(self, comm: MPI.Intracomm, local: MPI.Comm, node: int, address: Any) -> None:
@@ -52,6 +56,7 @@ class Reporter:
         self.local_ranks: dict[int, int] = slots if len(slots) == local.size else {self.slot: self.rank}
         self.launched = dict[str, int]()
         self.still = 0.0
+        self.device: torch.device | None = None
 
     def announce(self, state: int) -> None:
         """Announce the state of this process to the ranks of this node."""
@@ -63,6 +68,22 @@ class Reporter:
         self.still = self.still + seconds if launched == self.launched else 0.0
         self.launched = launched
         return limit
+
+    def waits_for_gpu(self) -> bool:
+        """Whether the GPU has work to do, or the main thread is in torch's functions that launch and wait for work.
+
+        Work on streams of the program's own is not seen. Only a rank that is late asks: CUDA's graphs are not captured
+        while another thread asks for a stream.
+        """
+        if self.device is None:
+            return False
+        frame = procstat.frames().get(os.getpid())
+        if frame is not None and str(frame.f_globals.get("__name__")).startswith(_WAITING):
+            return True
+        try:
+            return not accelerator.idle(self.device)
+        except Exception:  # an earlier operation of the GPU has failed
+            return True
 
     def died(self, slot: int) -> bool:
         """Whether the process of a slot has ended without finalize()."""
@@ -82,7 +103,7 @@ class Reporter:
         process, frames = self.record.read(self.slot), procstat.frames()
         report = self._report(self.rank, process)
         now = launched_now()[0]
-        report.still = self.still if now == self.launched else 0.0
+        report.still = self.still if self.still and now == self.launched and self.waits_for_gpu() else 0.0
         report.launched = dict(list(now.items())[1:_MOST_PEERS])
         for thread, record in zip(report.threads, activity.thread_records, strict=False):
             thread.waited = record.waited

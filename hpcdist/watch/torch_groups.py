@@ -115,14 +115,14 @@ class TorchGroup:
 
 
 def launched() -> tuple[dict[str, int], float]:
-    """Return the number of collectives launched in each of torch's groups on GPUs, and their earliest deadline."""
-    numbers, earliest = dict[str, int](), inf
+    """Return the number of collectives launched in each of torch's groups on GPUs, and their latest deadline."""
+    numbers, latest = dict[str, int](), 0.0
     for group in torch_names.groups():
         with suppress(Exception):  # the group is for host memory, or torch does not report its number
             backend = torch_names.backend_of(group)(torch.device(accelerator.KIND))
             numbers[group.group_name] = torch_names.launched(backend)()
-            earliest = min(earliest, _limit(backend) or inf)
-    return numbers, earliest
+            latest = max(latest, _limit(backend) or inf)
+    return numbers, latest or inf
 
 
 def _limit(backend: object) -> float | None:

@@ -19,7 +19,7 @@ from hpcdist import activity
 from hpcdist.activity import ENDING, FINALIZED, CallEntry, ThreadRecord, callsite, procstat, recording
 from hpcdist.errors import HangError, coded, with_hint
 from hpcdist.process import abort
-from hpcdist.tensors import accelerator, pool
+from hpcdist.tensors import pool
 from hpcdist.watch import ras
 from hpcdist.watch.datagrams import KEY, Datagrams
 from hpcdist.watch.hang_table import GONE, Report, chain, made_progress, table, verdict
@@ -63,7 +63,7 @@ class Watch:
         self._next = self._next_process()
         self._reactions: dict[int, Callable[[], None]] = {}
         self._peer_died = self._signalled = self._stopping = False
-        self._gpu: tuple[torch.device, tuple[str, int] | None] | None = None
+        self._ras: tuple[str, int] | None = None
         self._noted: dict[str, int] = {}  # collectives launched when the other ranks were last asked because of them
         self._demanded = 0.0  # when a signal last asked this rank for the table
         self._inquiries: SimpleQueue[threading.Event] = SimpleQueue()
@@ -114,7 +114,7 @@ class Watch:
         Args:
             ras: where NCCL's RAS answers; None where it is off.
         """
-        self._gpu = device, ras
+        self._reporter.device, self._ras = device, ras
 
     def listen(self, fd: int, react: Callable[[], None]) -> None:
         """Call `react` in the watching thread whenever `fd` is readable, until stop()."""
@@ -164,7 +164,7 @@ class Watch:
             for record in activity.thread_records:
                 record.settle()
                 record.wait(min(now - last, 2 * tick))
-            late = self._gpu is not None and self._on_gpu(min(now - last, 2 * tick))
+            late = self._reporter.device is not None and self._on_gpu(min(now - last, 2 * tick))
             last = time.monotonic() if self._react() or late else now
             sweeps = pool.sweep()
 
@@ -230,6 +230,7 @@ class Watch:
         if reports is None:
             self._peers.wait_for_raise()
             return  # if that rank finds no reason to raise, or is dead itself, this one checks again
+        notes = [] if self._reporter.device is None else self._launches(0.8 * limit)[2]
         if record.begun == record.finished or self._stopping:  # the call has ended meanwhile
             return
         absent = chain(call, lambda team: activity.peers.get(team, range(self._size)), reports)
@@ -237,7 +238,6 @@ class Watch:
             self._grace = waited - limit + limit / 4  # a large file takes its time: check again later
             return
         text = f"{call.text} has waited for {waited:.1f} s, its deadline is {limit:g} s"
-        notes = [] if self._gpu is None else self._launches(0.8 * limit)[2]
         self._raise(record.thread, text, [verdict(call, absent, reports, _peers_of), *notes], reports)
 
     def _raise(self, thread: int, text: str, why: list[str], reports: Mapping[int, Report]) -> None:
@@ -257,20 +257,21 @@ class Watch:
         limit, launched = self._reporter.count(seconds), self._reporter.launched
         if self._reporter.still < limit or launched == self._noted or self._stopping:
             return False
+        self._noted = launched
+        if not self._reporter.waits_for_gpu():  # whatever it has launched is done
+            return False
         if self._peers.ask_in_turn(ALARM) is None:
             self._peers.wait_for_raise()
             return True
         behind, silent, notes, reports = self._launches(0.8 * limit)
-        assert self._gpu is not None
-        busy = not accelerator.idle(self._gpu[0]) or _in_torch()
-        if busy and not behind:
+        if not behind:
             behind = silent.union(rank for rank, report in reports.items() if report.doing in GONE)
-        self._noted = launched
-        if launched_now()[0] == launched and (behind or busy):
-            text = f"a collective on the GPU has waited for {self._reporter.still:.1f} s, its deadline is {limit:g} s"
+        if launched_now()[0] == launched:
+            still = f"{self._reporter.still:.1f} s, its deadline is {limit:g} s"
             if behind:
                 why = [*notes, verdict(_COLLECTIVE, sorted(behind), reports)]
-                self._raise(os.getpid(), text, why, reports)
+                self._raise(os.getpid(), f"a collective on the GPU has waited for {still}", why, reports)
+            text = f"rank {self._reporter.rank} has launched no collective, and its GPU was busy, for {still}"
             _print_table("\n".join([text, table(reports.values(), time.time()), *notes]))
         return True
 
@@ -283,8 +284,7 @@ class Watch:
         Args:
             limit: seconds without another collective after which a rank waits.
         """
-        assert self._gpu is not None
-        where, nodes = self._gpu[1], defaultdict[int, dict[int, int]](dict)
+        where, nodes = self._ras, defaultdict[int, dict[int, int]](dict)
         for rank, member in enumerate(self._reporter.members):
             nodes[member["node"]][member["pid"]] = rank
         groups: list[ras.Communicator] = []
@@ -296,8 +296,9 @@ class Watch:
         reports = self._peers.ask(ALARM, ANSWERS)
         waiting = [rank for rank, report in reports.items() if report.still >= limit]
         ranks, source = ras.ranks_of(groups, list(nodes.values())), "NCCL's RAS"
-        if not ranks:
-            problem = problem or "it answers for another job"
+        if not ranks or any(process not in ranks for group in groups for process in (*group.launched, *group.silent)):
+            problem = problem or "it names processes of another job, or whose node is not known"
+            groups = []
             ranks, source = {("", rank): rank for rank in reports}, f"torch (NCCL's RAS gives no answer: {problem})"
             for name in {name for report in reports.values() for name in report.launched}:
                 counts = {rank: report.launched[name] for rank, report in reports.items() if name in report.launched}
@@ -378,12 +379,6 @@ def save_trace(finished: bool) -> None:
 def _on_end() -> None:
     abort.cleanup()  # first: the launcher may end this process at any time
     save_trace(finished=False)
-
-
-def _in_torch() -> bool:
-    """Whether the main thread is in torch.distributed, such as in a message that connects before a GPU has any work."""
-    frame = procstat.frames().get(os.getpid())
-    return frame is not None and str(frame.f_globals.get("__name__")).startswith("torch.distributed")
 
 
 def _peers_of(team: int) -> Sequence[int]:

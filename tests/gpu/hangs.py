@@ -28,7 +28,9 @@ import torch
 
 NAMED = ("sleep", "off", "busy", "stop", "kill", "subgroup", "other")  # off: without NCCL's RAS
 EQUAL = ("p2p", "sizes", "compute")  # all ranks have launched as many collectives: nobody is named
-MOVES = ("verbs",)  # no hang: the verbs have groups of their own, of which one rank has launched more at any time
+# No hangs: the verbs have groups of their own, of which one rank has launched more at any time; a rank is late for a
+# collective that the other has done, as the root of a broadcast.
+MOVES = ("verbs", "late")
 LIMIT = 16.0  # seconds of torch's groups, of which hpcdist takes a quarter less
 LATE = 5.0 if torch.cuda.is_available() else 100.0  # seconds after that in which the rank is to be named
 OPERATIONS = ("all_reduce", "broadcast", "all_gather_into_tensor")
@@ -42,13 +44,13 @@ def watch_of(world):
     return world._stop._watch
 
 
-def stand_in(world, launched):
+def stand_in(world, launched, kind):
     """Let gloo's calls on the CPU be taken for NCCL's, and answer in place of RAS what the ranks write to files."""
     from hpcdist.tensors import accelerator
     from hpcdist.watch import torch_groups
 
     torch_groups._limit = lambda backend: 0.75 * LIMIT
-    accelerator.KIND, accelerator.idle = "cpu", lambda device: False
+    accelerator.KIND, accelerator.idle = "cpu", lambda device: kind == "late"
     folder, port = Path(os.environ["RAS_FOLDER"]), int(os.environ["NCCL_RAS_ADDR"].rpartition(":")[2])
 
     def ranks():
@@ -86,7 +88,7 @@ def rank(kind, bad, seed):
     world = hd.init() if gpu else hd.init(backend="gloo", device="cpu")
     synchronize, device = torch.cuda.synchronize if gpu else lambda: None, world.device
     launched = dict.fromkeys(NAMES.values(), 0)
-    write = (lambda: None) if gpu else stand_in(world, launched)
+    write = (lambda: None) if gpu else stand_in(world, launched, kind)
     part = dist.new_group([0, 1])
 
     def launch(name, group=None, numel=1024, later=False):
@@ -124,6 +126,11 @@ def rank(kind, bad, seed):
         for _ in range(int(LIMIT * 10)):
             hd.concat(torch.ones(3000, device=device))
             time.sleep(0.1)
+        os.write(1, b"moves\n")
+    elif kind == "late":
+        launched["Broadcast"] += not mine
+        write()
+        time.sleep(1.5 * LIMIT)
         os.write(1, b"moves\n")
     elif kind == "other":
         launch("all_gather_into_tensor" if mine else "all_reduce", later=not gpu)

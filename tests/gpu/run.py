@@ -138,7 +138,7 @@ def execute(step, *, python, mpirun, folder):
     status = job.returncode if step.variables == () else 0  # a hang ends its job
     found = re.findall(step.must, out, re.MULTILINE) if step.must else [""]
     shown = re.search(step.what, out, re.MULTILINE) if step.what else None
-    good = not late and status == 0 and found and not (step.must == r"\bright" and len(found) < step.ranks)
+    good = not late and status == 0 and found and not (step.must == "right" and len(found) < step.ranks)
     result = "" if good else f"not done after {SLOWER * step.seconds} s" if late else f"FAILED ({status})"
     short = "passed" if shown is None else " ".join(shown.group().replace("|", " ").split()).strip("= ")[:90]
     text = f"{result} {'' if result and shown is None else short}".strip()
@@ -155,7 +155,11 @@ def main():
     parser.add_argument("--record", action="store_true")
     parser.add_argument("step", nargs="*")
     args = parser.parse_args()
-    args.mpirun = str(Path(shutil.which(args.mpirun) or args.mpirun).absolute())
+    if (mpirun := shutil.which(args.mpirun)) is None:
+        parser.error(f"{args.mpirun}: no such command")
+    args.mpirun = str(Path(mpirun).absolute())
+    if args.record and (args.step or not GPUS):
+        parser.error("--record needs a GPU, and all steps")
     begin = time.monotonic()
     gpu = torch.cuda.get_device_name() if GPUS else "no GPU: the CPU and gloo stand in"
     about = f"{time.strftime('%Y-%m-%d')}, {gpu}, torch {torch.__version__}, NCCL {NCCL or 'none'}"
@@ -163,6 +167,8 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         chosen = [x for x in steps(folder, args.mpirun) if not args.step or x.name.startswith(tuple(args.step))]
+        if not chosen:
+            parser.error(f"no step is named {' or '.join(args.step)}")
         chosen = [step for step in chosen if not step.share or SHARE or not GPUS]
         run = partial(execute, python=args.python, mpirun=args.mpirun, folder=folder)
         with ThreadPoolExecutor(min(4, 1 + CORES // 4)) as pool:  # those that may take longest first
