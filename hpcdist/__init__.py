@@ -13,6 +13,7 @@ if COMMAND not in ("explain", "stage-env"):
     from hpcdist import layout, staging, torch_names
     from hpcdist.collectives.plans import plan
     from hpcdist.collectives.redistribute import balance, local, redistribute
+    from hpcdist.collectives.reduce import all_reduce, reduce, reduce_scatter
     from hpcdist.concat import concat
     from hpcdist.errors import FileError, HangError, HpcdistError, LaunchError, RankError
     from hpcdist.gather import gather
@@ -26,8 +27,9 @@ if COMMAND not in ("explain", "stage-env"):
 
     __all__ = [
         "Block", "Boxes", "FileError", "Handle", "HangError", "HpcdistError", "LaunchError", "Plan", "RankError",
-        "Replicate", "Split", "World", "balance", "concat", "current", "finalize", "gather", "init",
-        "irecv", "isend", "layout", "local", "memory", "plan", "recv", "redistribute", "send", "split", "staging",
+        "Replicate", "Split", "World", "all_reduce", "balance", "concat", "current", "finalize", "gather", "init",
+        "irecv", "isend", "layout", "local", "memory", "plan", "recv", "redistribute", "reduce", "reduce_scatter",
+        "send", "split", "staging",
     ]  # fmt: skip
 
     torch_names.not_compiled(globals()[name] for name in __all__)

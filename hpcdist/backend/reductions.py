@@ -49,7 +49,6 @@ _OPS: dict[str, tuple[MPI.Op, Callable[..., Tensor], np.ufunc]] = {
 }
 _OPS["AVG"] = _OPS["PREMUL_SUM"] = _OPS["SUM"]
 _OF_BOOLS = {"SUM": "BOR", "MAX": "BOR", "PRODUCT": "BAND", "MIN": "BAND"}  # as NCCL has it
-_NARROW = {torch.float16, torch.bfloat16}
 
 
 def _by_numpy(ufunc: np.ufunc) -> Callable[..., Any]:
@@ -85,7 +84,7 @@ class Reduction:
         if name in ("MIN", "MAX") and dtype.is_complex:
             raise refusal(ValueError, "HD701", f"ReduceOp.{name} is not defined for complex dtype {dtype}")
         self.name, self.factor = name, factor
-        self.dtype = torch.float32 if dtype in _NARROW else sum_dtype(dtype)
+        self.dtype = sum_dtype(dtype)
         known = _INTEGERS if name in (*_BITWISE, "MIN", "MAX") else {**_INTEGERS, **_FLOATS}
         op, saturates = _OPS[name][0], exact and dtype.itemsize <= 2 and _OPS[name][0] == MPI.SUM
         self.mpi = (op, known[dtype]) if dtype in known and not saturates else None

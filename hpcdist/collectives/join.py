@@ -11,14 +11,15 @@ from torch import Tensor
 from hpcdist import layout
 from hpcdist.collectives import results
 from hpcdist.collectives.kept import Movement
+from hpcdist.collectives.reduce import add_up
 from hpcdist.collectives.run import Plannable, run
 from hpcdist.collectives.structures import Joining, JoinStructures
 from hpcdist.comm.team import Team
-from hpcdist.routes.route import Alltoall, Vector
+from hpcdist.routes.route import Vector
 from hpcdist.runtime import world
 from hpcdist.tensors import pool
 from hpcdist.tensors.blocks import blocks
-from hpcdist.tensors.storage import row_major, sum_dtype
+from hpcdist.tensors.storage import row_major
 from hpcdist.validation import collective, local
 from hpcdist.validation.collective import Agreed, Call
 
@@ -229,20 +230,11 @@ class Join(Joining, Plannable):
         return whole
 
     def backward(self, team: Team, grad: Tensor) -> Tensor:
-        cut, x, size, route = self._blocks, self.sent, team.size, self.chosen(team)
+        cut, x, route = self._blocks, self.sent, self.chosen(team)
         if self.rooted:
             part = pool.empty(x.shape, x.dtype, x.device)
             messages = cut.pack(grad) if team.rank == self._root else None
             route.prepare(team, "scatterv", self.messages[1])(messages, part)
             return part
-        # Every rank has a gradient for every shard: exchange them, and add them up in rank order.
-        mine, longest = cut.counts[team.rank], max(cut.counts)
-        parts = pool.empty((size, *x.shape), x.dtype, x.device, fixed=True)
-        recvcounts, rdispls = [mine] * size, [mine * rank for rank in range(size)]
-        total = max(cut.nbytes, longest * size)
-        what = Alltoall(cut.counts, cut.displs, recvcounts, rdispls, longest, total)
-        route.prepare(team, "alltoallv", what)(cut.pack(grad), parts)
-        parts = parts.to(sum_dtype(parts.dtype))
-        added = pool.empty(x.shape, parts.dtype, parts.device)
-        torch.sum(parts, 0, out=added)
-        return added.to(x.dtype)
+        # Every rank has a gradient for every shard.
+        return add_up(self.name, team, route, cut, grad)

@@ -105,6 +105,7 @@ class Plannable(Operation):
 
     Attributes:
         shared: whether the ranks of a node are to share the result.
+        keeper: how its team keeps it.
         number: of the plan that is executed, among those of the team; 0 in plan(); None without a plan.
         like: facts of the tensors for which the plan was made: dtype, shape, device.
         messages: operation of the route that moves the data, and its messages.
@@ -115,6 +116,7 @@ class Plannable(Operation):
     """
 
     shared = False
+    keeper: type[Kept] = Kept
     number: int | None = None
     like: tuple[Any, ...] | None = None
     transfer: tuple[str, Callable[..., None]] | None = None
@@ -189,7 +191,7 @@ class Plannable(Operation):
             for nbytes, box in zip(agreed.inlines, parts.sources, strict=True)
         )
         behind = agreed.inlines[team.rank]
-        self.kept = Kept(team, call.x, behind, parts if inline else None, prefix)
+        self.kept = self.keeper(team, call.x, behind, parts if inline else None, prefix)
 
     def chosen(self, team: Team) -> Route:
         """Return the route of the data. Collective, after plan(); raises the same on all ranks."""

@@ -133,13 +133,8 @@ class Scatter(Plannable):
     name = "split"
 
     def arguments(self) -> Hashable:
-        given, counts = (self.dim, self.root, self.route, self.allow_pickle), self.counts
-        if type(self.dim) is type(self.root) is int and type(self.allow_pickle) is bool:
-            if type(counts) in (list, tuple) and {int}.issuperset(map(type, counts)):
-                return *given, *counts
-            if counts is None or type(counts) is str:
-                return *given, counts
-        return None
+        known = key_of(self.counts, self.dim, self.root, self.route)
+        return None if known is None or type(self.allow_pickle) is not bool else (self.allow_pickle, *known)
 
     def check(self, team: Team, call: Call) -> None:
         local.check_split(self, team.rank, team.size, team.settings.device.type != "cpu", call)
@@ -202,6 +197,15 @@ class Scatter(Plannable):
         if total is not None and buffer is not None:
             cut.unpack(buffer, total)
         return total
+
+
+def key_of(counts: Any, *given: Any) -> tuple[Hashable, ...] | None:
+    """Return these arguments of a call as ``arguments()`` does; None if they may change in place, or equal others."""
+    if type(counts) in (list, tuple) and {int}.issuperset(map(type, counts)):
+        counts = tuple(counts)
+    elif not (counts is None or type(counts) is str):
+        return None
+    return (*given, counts) if {int, str}.issuperset(map(type, given)) else None
 
 
 def _encoded(call: Call, size: int) -> bytes:

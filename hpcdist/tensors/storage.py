@@ -94,8 +94,8 @@ def copyable(x: Tensor) -> Tensor:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which to add up values of `dtype`: torch cannot add the narrowest ones."""
-    if dtype.is_floating_point and dtype.itemsize == 1:
+    """Return the dtype in which to add up values of `dtype`: narrow ones would be rounded at every step."""
+    if dtype.is_floating_point and dtype.itemsize <= 2:
         return torch.float32
     return torch.complex64 if dtype == torch.complex32 else dtype
 

@@ -22,6 +22,10 @@ from hpcdist.tensors.message import MessageContents, check_memory, encode, pack
 from hpcdist.tensors.tree import Tree, cut, flatten
 from hpcdist.validation.collective import LOSES_GRADIENT, Call, show_shape
 
+REDUCTIONS = {"sum": "SUM", "mean": "AVG", "min": "MIN", "max": "MAX", "prod": "PRODUCT"}  # what torch calls them
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # numpy computes these, in host memory
+_NOT_ROOT = "out is given, but only the root (rank {}) receives a result"
+
 
 class ArgumentError(ValueError):
     """A wrong argument; in a collective the text becomes the call's problem. Made of a code and a message, as an
@@ -69,7 +73,7 @@ def check_shard(op: Any, team: Team, call: Call) -> None:
     call.route = _route(op.route)
     if op.out is not None:
         if call.root not in (-1, team.rank):
-            raise ArgumentError("HD211", f"out is given, but only the root (rank {op.root}) receives a result")
+            raise ArgumentError("HD211", _NOT_ROOT.format(op.root))
         _check_out(call, op.out)
     put_inline(call, team)
 
@@ -142,6 +146,40 @@ def check_split(op: Any, rank: int, size: int, on_gpu: bool, call: Call) -> None
         call.kind = MemoryKind.GPU if on_gpu else MemoryKind.CPU
         call.trees = cut(_tree(op), call.dim_arg, call.counts, size)
     call.counts = "block" if call.counts is None else call.counts
+
+
+def check_reduction(op: Any, team: Team, call: Call) -> None:
+    """Check a reduction: every rank passes a tensor of the same shape."""
+    scatters = op.name == "reduce_scatter"
+    call.route = _route(op.route)
+    if op.name == "reduce":
+        call.root = _root(op.root, team.size)
+    if not (isinstance(op.op, str) and op.op in REDUCTIONS):
+        raise ArgumentError("HD201", f"op is {show_repr(op.op)}, expected one of {', '.join(REDUCTIONS)}")
+    call.options = (("op", op.op),)
+    rows = describe(call, op.x, op.dim, "x")
+    call.x = rows.view(op.x.shape)
+    dtype = rows.dtype
+    if scatters:
+        if op.x.dim() == 0:
+            raise ArgumentError("HD204", "x has no dimension to split along: it is 0-d")
+        counts = _counts(op.counts)
+        layout.counts_of(counts, call.extent, team.size)
+        call.dim_arg, call.counts = call.dim, "block" if counts is None else counts
+    whole = not (dtype.is_floating_point or dtype.is_complex)
+    lacks = (whole and op.op == "mean") or (dtype.is_complex and op.op in ("min", "max"))
+    if lacks or dtype in storage.BARE or (dtype in _UNSIGNED and not rows.is_cpu):
+        raise ArgumentError("HD202", f"x has dtype {dtype}, of which there is no {op.op} on {rows.device}: convert it")
+    call.grad = op.x.requires_grad and _needs_grad(op.x, op.out)
+    if call.grad and op.op not in ("sum", "mean"):
+        text = f"x requires a gradient, but op {op.op!r} has none: use sum or mean, or torch.no_grad()"
+        raise ArgumentError("HD208", text)
+    if op.out is not None:
+        if call.root not in (-1, team.rank):
+            raise ArgumentError("HD211", _NOT_ROOT.format(op.root))
+        _check_out(call, op.out)
+    call.tensor = (dtype, op.x.dim(), tuple(op.x.shape))
+    put_inline(call, team)
 
 
 def check_layouts(op: Any, call: Call) -> None:

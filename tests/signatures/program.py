@@ -29,6 +29,9 @@ def tensors(x: Tensor, maybe: Tensor | None, out: Tensor) -> None:
     assert_type(hd.split(None), Tensor)
     assert_type(hd.redistribute(x, hd.Split(0), hd.Replicate()), Tensor)
     assert_type(hd.local(x, hd.Split(1)), Tensor)
+    assert_type(hd.reduce_scatter(x, 1, [1, 2], op="max"), Tensor)
+    assert_type(hd.reduce(x, op="mean"), Tensor | None)
+    assert_type(hd.all_reduce(x, out=out), Tensor)
 
 
 def in_the_background(x: Tensor, parts: list[Tensor]) -> None:
@@ -38,6 +41,9 @@ def in_the_background(x: Tensor, parts: list[Tensor]) -> None:
     assert_type(hd.split(x, async_op=True), hd.Handle[Tensor])
     assert_type(hd.redistribute(x, hd.Split(0), hd.Split(1), async_op=True), hd.Handle[Tensor])
     assert_type(hd.concat(parts, async_op=True), hd.Handle[list[Any]])
+    assert_type(hd.reduce_scatter(x, async_op=True), hd.Handle[Tensor])
+    assert_type(hd.reduce(x, async_op=True), hd.Handle[Tensor | None])
+    assert_type(hd.all_reduce(x, async_op=True), hd.Handle[Tensor])
 
 
 def structures(parts: list[Tensor], record: dict[str, Tensor], pair: tuple[Tensor, ...]) -> None:
