@@ -29,6 +29,8 @@ def tensors(x: Tensor, maybe: Tensor | None, out: Tensor) -> None:
     assert_type(hd.split(None), Tensor)
     assert_type(hd.redistribute(x, hd.Split(0), hd.Replicate()), Tensor)
     assert_type(hd.local(x, hd.Split(1)), Tensor)
+    assert_type(hd.all_to_all(x, [1, 2], dim=1), tuple[Tensor, list[int]])
+    assert_type(hd.all_to_all([x, x]), list[Tensor])
 
 
 def in_the_background(x: Tensor, parts: list[Tensor]) -> None:
