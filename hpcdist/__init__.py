@@ -11,6 +11,7 @@ if COMMAND not in ("explain", "stage-env"):
     require()  # before other imports trip over what is too old
 
     from hpcdist import layout, staging, torch_names
+    from hpcdist.collectives.all_to_all import all_to_all
     from hpcdist.collectives.plans import plan
     from hpcdist.collectives.redistribute import balance, local, redistribute
     from hpcdist.collectives.reduce import all_reduce, reduce, reduce_scatter
@@ -27,7 +28,7 @@ if COMMAND not in ("explain", "stage-env"):
 
     __all__ = [
         "Block", "Boxes", "FileError", "Handle", "HangError", "HpcdistError", "LaunchError", "Plan", "RankError",
-        "Replicate", "Split", "World", "all_reduce", "balance", "concat", "current", "finalize", "gather", "init",
+        "Replicate", "Split", "World", "all_reduce", "all_to_all", "balance", "concat", "current", "finalize", "gather", "init",
         "irecv", "isend", "layout", "local", "memory", "plan", "recv", "redistribute", "reduce", "reduce_scatter",
         "send", "split", "staging",
     ]  # fmt: skip

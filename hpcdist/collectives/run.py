@@ -25,7 +25,7 @@ from hpcdist.tensors.eager import recorded
 from hpcdist.tensors.storage import copyable, is_plain, written
 from hpcdist.validation import collective
 from hpcdist.validation.collective import Agreed, Call
-from hpcdist.validation.local import ArgumentError, call_of, not_a_tensor
+from hpcdist.validation.local import LIKE, ArgumentError, call_of, not_a_tensor
 
 
 class Operation(ABC):
@@ -37,6 +37,7 @@ class Operation(ABC):
         route: name of the route that the caller passed; unvalidated.
         grad: whether the result has a gradient for any rank, as agreed by all ranks.
         which: number of the result among the team's results with a gradient, as text.
+        call: the call, if its arguments have been validated.
         kept: the call as its team keeps it; None if it is planned for every call.
         unrouted: the route that a trace shows for a call without one.
         finish: converts what forward() returned to the caller's result, on this rank alone.
@@ -48,6 +49,7 @@ class Operation(ABC):
     route: Any
     grad = False
     which = ""
+    call: Call | None = None
     kept: Kept | None = None
     unrouted = "headers"
     finish: Callable[[Any], Any] | None = None
@@ -60,7 +62,7 @@ class Operation(ABC):
             if known.exchange(team, self.x):
                 return known.take(self.out) if known.inline else known.again(self, team)
             exchanged = True  # another rank's call is not the same as before
-        call = call_of(self.name, self.validate, team)
+        call = self.call or call_of(self.name, self.validate, team)
         agreed = collective.exchange(team, call, exchanged)
         self.grad = agreed.grad
         try:
@@ -77,7 +79,7 @@ class Operation(ABC):
             team.repeats[key] = self.kept
             if not self.kept.inline:
                 self.kept.keep(self)
-        return result if self.finish is None else self.finish(result)
+        return result if self.finish is None or self.grad else self.finish(result)
 
     def key(self) -> Hashable:
         """Return the key by which to find a call with these arguments again; None if it cannot be repeated."""
@@ -139,7 +141,7 @@ class Plannable(Operation):
         if not (x is None or isinstance(x, Tensor)):
             raise ArgumentError("HD201", not_a_tensor(x, "x"))
         if x is not None and self.like is not None and (got := (x.dtype, tuple(x.shape), x.device)) != self.like:
-            text = f"x is {_LIKE.format(*got)}, but the plan was made for {_LIKE.format(*self.like)}"
+            text = f"x is {LIKE.format(*got)}, but the plan was made for {LIKE.format(*self.like)}"
             raise ArgumentError("HD303", text)
         self.check(team, call)
         call.options = (*call.options, ("the plan", self.number))
@@ -226,7 +228,6 @@ class Plannable(Operation):
         return None
 
 
-_LIKE = "a {} tensor of shape {} on {}"
 _NO_DOUBLE = "transfers between ranks cannot be differentiated twice (create_graph=True)"
 _NO_BATCH = coded(
     "HD219", "batches of gradients (is_grads_batched, vectorize, vmap) cannot be sent: pass one at a time"
@@ -279,7 +280,7 @@ def _count(team: Team) -> str:
     return f"number {team.results}" + ("" if team is team.foreground else " of those in the background")
 
 
-def _attach(op: Operation, team: Team, result: Tensor) -> Tensor:
+def _attach(op: Operation, team: Team, result: Tensor) -> Any:
     """Attach the result to the graph, so that its gradient flows back to ``op.x`` on every rank.
 
     The backward pass is collective: every rank of the team must call backward on its result. torch traverses a graph
@@ -294,7 +295,7 @@ def _attach(op: Operation, team: Team, result: Tensor) -> Tensor:
     with torch.enable_grad():
         # In a list: torch would take the result itself for an input.
         attached: Tensor = _Attach.apply(graph_input, [result], op, team, needs_grad)  # type: ignore[no-untyped-call]
-    return attached
+        return attached if op.finish is None else op.finish(attached)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:

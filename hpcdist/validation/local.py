@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from operator import index
@@ -25,6 +26,7 @@ from hpcdist.validation.collective import LOSES_GRADIENT, Call, show_shape
 REDUCTIONS = {"sum": "SUM", "mean": "AVG", "min": "MIN", "max": "MAX", "prod": "PRODUCT"}  # what torch calls them
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # numpy computes these, in host memory
 _NOT_ROOT = "out is given, but only the root (rank {}) receives a result"
+LIKE = "a {} tensor of shape {} on {}"
 
 
 class ArgumentError(ValueError):
@@ -198,6 +200,33 @@ def check_layouts(op: Any, call: Call) -> None:
             raise ArgumentError("HD208", f"out must be a tensor of {op.x.dim()} dims, got {show(op.out)}")
         call.out = ready(op.out, "out")
         _check_like(call.out, call.x)
+
+
+def check_exchange(op: Any, team: Team, call: Any) -> None:
+    """Check all_to_all: every rank passes a list of tensors, or one tensor and counts."""
+    several = isinstance(op.x, (list, tuple))
+    call.options = (("x", "a list of tensors" if several else "a tensor"),)
+    call.route = _route(op.route)
+    if several:
+        if op.counts is not None:
+            raise ArgumentError("HD211", "counts is given, but x is a list, whose tensors have their sizes: omit it")
+        if len(op.x) != team.size:
+            raise ArgumentError("HD213", f"x has {len(op.x)} tensors, expected one for each of {team.size} ranks")
+        found = [(describe(call, x, op.dim, f"x[{i}]"), call.extent, call.tensor) for i, x in enumerate(op.x)]
+        op.sent, op.counts, tensors = map(list, zip(*found, strict=True))
+        kinds = zip(op.sent, tensors, strict=True)
+        like = {LIKE.format(dtype, show_shape(shape), x.device) for x, (dtype, _, shape) in kinds}
+        if len(like) > 1:
+            raise ArgumentError("HD303", f"the tensors of x differ: {', '.join(sorted(like))}")
+        call.x = op.sent[0]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in op.x):
+            op.x = torch.cat(torch.atleast_1d(op.x), call.dim)  # type: ignore[no-untyped-call]
+    else:
+        call.x = op.sent = describe(call, op.x, op.dim, "x")
+        op.counts = layout.counts_of(_counts(op.counts), call.extent, team.size)
+    call.dim_arg = call.dim
+    call.grad = isinstance(op.x, Tensor) and op.x.requires_grad and _needs_grad(op.x, None)
+    call.extent, call.inline = max(op.counts), (array("q", op.counts).tobytes(),)
 
 
 def _check_shared(op: Any) -> None:

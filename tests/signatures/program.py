@@ -32,6 +32,8 @@ def tensors(x: Tensor, maybe: Tensor | None, out: Tensor) -> None:
     assert_type(hd.reduce_scatter(x, 1, [1, 2], op="max"), Tensor)
     assert_type(hd.reduce(x, op="mean"), Tensor | None)
     assert_type(hd.all_reduce(x, out=out), Tensor)
+    assert_type(hd.all_to_all(x, [1, 2], dim=1), tuple[Tensor, list[int]])
+    assert_type(hd.all_to_all([x, x]), list[Tensor])
 
 
 def in_the_background(x: Tensor, parts: list[Tensor]) -> None:
