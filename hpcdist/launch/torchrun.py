@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, MutableMapping
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -66,7 +66,7 @@ def give(
     Raises:
         RankError: on all ranks, if the user's variables contradict MPI or those of rank 0, for a program.
     """
-    held: list[object] = []
+    held: list[Any] = []
     place = _place(comm, nodes)
     kept = {} if launcher.is_given(environ) else {name: value for name, value in environ.items() if value}
     own = {name: kept.get(name, "") for name in (_ADDRESS, _PORT)}
@@ -113,8 +113,7 @@ def give(
             if environ.get(name) == wanted[name]:
                 del environ[name]
                 environ.update({name: before[name]} if name in before else {})
-        if held and isinstance(held[0], socket.socket):
-            held[0].close()
-        held.clear()
+        while held:  # the port, since there is no program
+            held.pop().close()
 
     return take_back

@@ -23,7 +23,6 @@ _SILENT = "running, but does not answer: native code that holds Python's lock, n
 _UNSEEN = "does not answer: it is stopped, in native code that holds Python's lock, or its node is down or cut off"
 _MOST_PEERS = 512  # ranks of a team, and groups, that are reported
 _SHOWN = 4  # sizes of tensors of a call
-_WAITING = ("torch.distributed", "torch.accelerator", "torch.cuda", "torch.xpu")
 
 
 class Reporter:
@@ -78,7 +77,8 @@ class Reporter:
         if self.device is None:
             return False
         frame = procstat.frames().get(os.getpid())
-        if frame is not None and str(frame.f_globals.get("__name__")).startswith(_WAITING):
+        waiting = ("torch.distributed", "torch.accelerator", f"torch.{accelerator.KIND}")
+        if frame is not None and str(frame.f_globals.get("__name__")).startswith(waiting):
             return True
         try:
             return not accelerator.idle(self.device)

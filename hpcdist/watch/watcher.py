@@ -257,12 +257,13 @@ class Watch:
         limit, launched = self._reporter.count(seconds), self._reporter.launched
         if self._reporter.still < limit or launched == self._noted or self._stopping:
             return False
-        self._noted = launched
         if not self._reporter.waits_for_gpu():  # whatever it has launched is done
+            self._noted = launched
             return False
         if self._peers.ask_in_turn(ALARM) is None:
             self._peers.wait_for_raise()
             return True
+        self._noted = launched
         behind, silent, notes, reports = self._launches(0.8 * limit)
         if not behind:
             behind = silent.union(rank for rank, report in reports.items() if report.doing in GONE)

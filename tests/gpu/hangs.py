@@ -165,8 +165,17 @@ def stacks(job):
         with suppress(psutil.Error):
             if "python" in process.name():
                 process.send_signal(signal.SIGABRT)
-    with suppress(subprocess.TimeoutExpired):
-        job.wait(5)
+
+
+def end_job(job, show):
+    """End a job; with `show`, its ranks first print where they are."""
+    for last in (*[lambda: stacks(job)] * show, job.terminate, lambda: os.killpg(job.pid, signal.SIGKILL)):
+        try:
+            last()
+            job.wait(5)
+            return
+        except (subprocess.TimeoutExpired, ProcessLookupError):  # mpirun ends its ranks when it is asked to
+            continue
 
 
 def one(mpirun, number, kind):
@@ -199,15 +208,7 @@ def one(mpirun, number, kind):
             if not seen and re.search(wanted, text):
                 seen = time.time()
                 end = seen + (20 if kind in NAMED else 0)  # torch's own deadline ends the job, some time
-        if not seen and job.poll() is None:
-            stacks(job)
-        for last in (job.terminate, lambda: os.killpg(job.pid, signal.SIGKILL)):
-            try:
-                last()
-                job.wait(5)
-                break
-            except (subprocess.TimeoutExpired, ProcessLookupError):  # mpirun ends its ranks when it is asked to
-                continue
+        end_job(job, show=not seen and job.poll() is None)
         lines = log.read_text(errors="replace").splitlines(keepends=True)
     wrong = "HangError" if kind in MOVES else rf"rank {1 - bad} \(.*has not reached"
     seen = seen or time.time() * any(re.search(wanted, line) for line in lines)

@@ -1,17 +1,15 @@
-"""All GPU checks, the short ones first: tests/gpu/run.sh [--python PYTHON] [--mpirun MPIRUN] [--record] [STEP ...]
+"""All GPU checks: tests/gpu/run.sh [--python PYTHON] [--mpirun MPIRUN] [--record] [STEP ...]
 
 It needs torch for CUDA, mpi4py, psutil, pytest and pytest-mpi, and takes 4 minutes on one GPU beside 16 cores, of which
-steps that measure nothing share 4 at a time. Ranks that share a GPU run over
-MPI, gloo and HDF5, and from NCCL 2.30.3 on over NCCL, too. --record writes the table of results to
-benchmarks/MEASUREMENTS.md. Steps are named by the beginning of their names. Without a GPU, the CPU and gloo stand in
-for GPU and NCCL: that checks the checks.
+steps that measure nothing share 4 at a time. Ranks that share a GPU run over MPI, gloo and HDF5, and from NCCL 2.30.3
+on over NCCL, too. --record writes the table of results to benchmarks/MEASUREMENTS.md. Steps are named by the beginning
+of their names. Without a GPU, the CPU and gloo stand in for GPU and NCCL: that checks the checks.
 """
 
 import argparse
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from hangs import free_port, stacks
+from hangs import end_job, free_port
 from settings import ROOT, ROOT_AND_MORE
 
 from hpcdist.tensors.accelerator import library_version
@@ -35,18 +33,7 @@ if GPUS and tuple(map(int, NCCL.split(".")[:3])) >= (2, 30, 3):
 CORES = os.cpu_count() or 1
 OWN = max(1, GPUS)  # ranks with a GPU each
 SLOWER = 1 if GPUS else 6  # a machine of CI runs other tests beside these
-PYTEST = (
-    "-m",
-    "pytest",
-    "-q",
-    "--color=no",
-    "--capture=no",
-    "--with-mpi",
-    "-p",
-    "no:cacheprovider",
-    "-m",
-    "mpi and gpu",
-)
+PYTEST = ("-m", "pytest", "-q", "--color=no", "-s", "--with-mpi", "-pno:cacheprovider", "-m", "mpi and gpu")
 PAGE = ROOT / "benchmarks" / "MEASUREMENTS.md"
 BEGIN, END = "<!-- results of tests/gpu/run.sh -->\n", "<!-- end of the results of tests/gpu/run.sh -->\n"
 SHAPES = """concat int64 4096
@@ -82,7 +69,7 @@ def hang(reason):
 
 
 def steps(folder, mpirun):
-    """All steps: those that are short, and find most, first."""
+    """All steps."""
     shapes = [x for x in SHAPES.splitlines(True) if len(x.split()) == 2 + OWN]
     (folder / "shapes.txt").write_text("".join(shapes if GPUS else shapes[:1]))
     size, device = ("1G", ("--device", "cuda")) if GPUS else ("1M", ())
@@ -110,15 +97,12 @@ def steps(folder, mpirun):
 
 def ended(job, seconds):
     """Wait for a job, and end it if it takes longer; return whether it did not."""
-    for last in (None, lambda: stacks(job), job.terminate, lambda: os.killpg(job.pid, signal.SIGKILL)):
-        try:
-            if last is not None:
-                last()
-            job.wait(5 if last else seconds)
-            return last is None
-        except subprocess.TimeoutExpired:  # mpirun ends its ranks when it is asked to
-            continue
-    return False
+    try:
+        job.wait(seconds)
+        return True
+    except subprocess.TimeoutExpired:
+        end_job(job, show=True)
+        return False
 
 
 def execute(step, *, python, mpirun, folder):
