@@ -27,10 +27,10 @@ if COMMAND not in ("explain", "stage-env"):
     from hpcdist.tensors import memory
 
     __all__ = [
-        "Block", "Boxes", "FileError", "Handle", "HangError", "HpcdistError", "LaunchError", "Plan", "RankError",
-        "Replicate", "Split", "World", "all_reduce", "all_to_all", "balance", "concat", "current", "finalize", "gather", "init",
-        "irecv", "isend", "layout", "local", "memory", "plan", "recv", "redistribute", "reduce", "reduce_scatter",
-        "send", "split", "staging",
+        "Block", "Boxes", "FileError", "Handle", "HangError", "HpcdistError", "LaunchError", "Plan",
+        "RankError", "Replicate", "Split", "World", "all_reduce", "all_to_all", "balance", "concat", "current",
+        "finalize", "gather", "init", "irecv", "isend", "layout", "local", "memory", "plan", "recv",
+        "redistribute", "reduce", "reduce_scatter", "send", "split", "staging",
     ]  # fmt: skip
 
     torch_names.not_compiled(globals()[name] for name in __all__)
