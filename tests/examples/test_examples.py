@@ -3,6 +3,7 @@
 import re
 from textwrap import dedent
 
+import pytest
 from launch import finished, mpirun
 
 
@@ -36,3 +37,11 @@ def test_a_training_goes_on_after_a_kill_on_another_number_of_ranks(tmp_path):
         r"2 ranks, from step [36]\nweights.safetensors: one process has learnt the same weights\n", job.out
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint.h5", "weights.safetensors"]
+
+
+@pytest.mark.parametrize("np", [1, 2, 3, 4])
+def test_contrastive_has_the_gradients_of_one_process(np):
+    """It compares each step's with one process'."""
+    job = finished(np, "-m", "hpcdist.examples.contrastive", "--steps", "2")
+    lines = ["step 0: loss 2.8205, the gradients of one process", "step 1: loss 2.6707, the gradients of one process"]
+    assert job.out.splitlines() == lines
