@@ -31,7 +31,10 @@ STARTS = 60  # seconds in which a job comes to its fault
 CALLS = 6
 PLACES = ("/tmp", "/dev/shm", "-xdev", "-mindepth", "1")  # of a host: not the checkout, should it lie in /tmp
 ENDS = 3 * SLOWER  # in which the processes of a launcher that has returned end
-VERBS = ("concat", "gather", "split", "redistribute", "structure", "background", "ring", "save")
+VERBS = (
+    *("concat", "gather", "split", "redistribute", "structure", "background", "ring", "save"),
+    *("all_reduce", "all_to_all"),
+)
 ROUTES = ("mpi", "gloo", "hdf5")
 
 # What is said of rank {rank}, process {pid}, at fault.

@@ -64,7 +64,14 @@ def rounds(world, verb, route, folder):
     def background(_):
         return torch.equal(hd.concat(mine, route=route, async_op=True).wait(), whole)
 
-    every = (concat, background, gather, split, redistribute, structure, ring, save)
+    def all_reduce(i):
+        return torch.equal(hd.all_reduce(shard(2) * (rank + i), route=route), shard(2) * sum(range(i, size + i)))
+
+    def all_to_all(_):
+        got = hd.all_to_all([mine * size + other for other in range(size)], route=route)
+        return torch.equal(torch.cat(got), whole * size + rank)
+
+    every = (all_reduce, all_to_all, concat, background, gather, split, redistribute, structure, ring, save)
     return next(call for call in every if call.__name__ == verb)
 
 
@@ -99,8 +106,10 @@ def mistake(verb):
         hd.staging.save("x.h5", x, window=0)
     elif verb == "background":
         hd.concat(x, dim=7, async_op=True).wait()
+    elif verb == "all_reduce":
+        hd.all_reduce(x, "median")
     else:
-        {"concat": hd.concat, "gather": hd.gather, "split": hd.split}[verb](x, dim=7)
+        {"concat": hd.concat, "gather": hd.gather, "split": hd.split, "all_to_all": hd.all_to_all}[verb](x, dim=7)
 
 
 def main(what):

@@ -25,6 +25,8 @@ CALLS = {
     "gather": lambda x, rank, plan: hd.gather(x, root=0),
     "split": lambda x, rank, plan: hd.split(x if rank == 0 else None),
     "redistribute": lambda x, rank, plan: hd.redistribute(x, hd.Split(0), hd.Replicate()),
+    "all_reduce": lambda x, rank, plan: hd.all_reduce(x),
+    "all_to_all": lambda x, rank, plan: hd.all_to_all(x, dim=1),
     "plan": lambda x, rank, plan: plan(x),
     "structures": lambda x, rank, plan: hd.concat({"x": x}),
     "async_op": lambda x, rank, plan: hd.concat(x, async_op=True).wait(60),
@@ -68,7 +70,7 @@ def test_memory_that_one_rank_cannot_have(findings, world, last, size, verb, mon
     }
     call = calls[verb]
     # Results of 80 MiB: malloc() keeps up to 64 MiB of what was freed, and reserves as much for a thread.
-    splits = verb in ("split", "parts of structures")
+    splits = verb in ("split", "parts of structures", "all_to_all")
     small, x = torch.ones(size, 10), torch.ones(1, 2**20 * (20 if splits else 10))
     x = x.expand(size, -1) if splits else x
     plan = hd.plan(hd.redistribute, x, hd.Split(0), hd.Replicate())

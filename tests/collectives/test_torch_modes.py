@@ -31,6 +31,8 @@ def _into(world, folder):
         "gather": (lambda out: hd.gather(x, root=root, out=out if rank == root else None), all_),
         "split": (lambda out: hd.split(torch.ones(all_) if rank == root else None, 0, root, out=out), (2,)),
         "redistribute": (lambda out: hd.redistribute(x, rows, hd.Replicate(), out=out), all_),
+        "all_reduce": (lambda out: hd.all_reduce(torch.ones(3), "max", out=out), (3,)),
+        "reduce_scatter": (lambda out: hd.reduce_scatter(torch.ones(all_), op="prod", out=out), (2,)),
         "plan": (lambda out: plan(x, out), all_),
         "asynchronous plan": (lambda out: plan(x, out, async_op=True).wait(60), all_),
         "staging.load": (lambda out: hd.staging.load(folder / "x.h5", "x", out=out, dim=None), all_),
@@ -96,6 +98,12 @@ def test_verbs_do_not_depend_on_the_default_device_and_dtype(findings, rank, siz
         findings.same(hd.split(hd.gather(x, 1, route=route), 1, route=route), x, "gather, split")
         columns = hd.redistribute(x, hd.Split(0), hd.Split(1), route=route)
         findings.same(hd.redistribute(columns, hd.Split(1), hd.Split(0), route=route), x, "redistribute")
+        total = sum(_host(3, 2, start=6 * r) for r in range(size))
+        findings.same(hd.all_reduce(x, route=route), total, "all_reduce")
+        findings.same(hd.reduce_scatter(x, 1, route=route), hd.split(total, 1, root=None), "reduce_scatter")
+        parts, counts = hd.all_to_all(whole, [3] * size, route=route)
+        findings.same(parts, _host(3, 2, start=6 * rank).repeat(size, 1), "all_to_all")
+        findings.check(counts == [3] * size, counts)
         tree = hd.concat({"x": x, "large": [large], "name": b"abc", "n": 2**70, "empty": b""}, route=route)
         findings.same(tree["x"], whole, "a structure")
         findings.same(tree["large"][-1], large, "a large tensor in a structure")
@@ -158,6 +166,8 @@ def test_what_cannot_be_traced_is_refused_on_all_ranks(findings, rank, size, fol
         "split": (hd.RankError, lambda x: hd.split(x if rank == 0 else None)),
         "split of what all hold": (ValueError, lambda x: hd.split(x, root=None)),
         "redistribute": (hd.RankError, lambda x: hd.redistribute(x, hd.Split(0), hd.Split(1))),
+        "all_reduce": (hd.RankError, hd.all_reduce),
+        "all_to_all": (hd.RankError, lambda x: hd.all_to_all(x)),
         "plan": (hd.HpcdistError, plan),
         "isend": (hd.HpcdistError, lambda x: hd.isend(x, (rank + 1) % size)),
         "recv": (hd.HpcdistError, lambda x: hd.recv((rank + 1) % size)),

@@ -42,6 +42,11 @@ def test_every_verb_route_dtype_and_dim(case, window, routes, gpu_world, monkeyp
                 assert got is None if rank < size - 1 else same(got, whole), (route, dtype, dim)
                 sent = whole.to(gpu_world.device) if rank == 0 else None
                 assert same(hd.split(sent, dim, counts=extents, route=route), mine), (route, dtype, dim)
+                blocks, received = hd.all_to_all(
+                    sent_by_all := whole.to(gpu_world.device), extents, dim=dim, route=route
+                )
+                assert same(blocks, torch.cat([bits(mine)] * size, dim).view(dtype)), (route, dtype, dim)
+                assert received == [extents[rank]] * size and same(sent_by_all, whole)
 
 
 def test_streams(routes, gpu_world):
