@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -11,10 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcdist import layout
 from hpcdist.collectives import results
-from hpcdist.collectives.run import Operation, run
+from hpcdist.collectives.kept import Movement, encode, prefix_of
+from hpcdist.collectives.run import Described, Plannable, run
+from hpcdist.collectives.split import key_of
 from hpcdist.comm.team import Team
-from hpcdist.routes import select
+from hpcdist.layout import Box
 from hpcdist.routes.route import Alltoall, cut
 from hpcdist.runtime import world
 from hpcdist.tensors.blocks import Blocks, blocks
@@ -87,18 +90,15 @@ def all_to_all(
         (tensor([ 0, 10]), [1, 1])                       # on rank 0; (tensor([ 1,  2, 11, 12]), [2, 2]) on rank 1
     """
 
-    team, op = world.team_of(group), AllToAll(x, counts, dim, route)
-    op.call = local.call_of(op.name, op.validate, team)  # in this thread, since it may join a list for autograd
-    return run(op, team, async_op)
+    return run(AllToAll(x, counts, dim, route), world.team_of(group), async_op)
 
 
 @dataclass(eq=False)
-class AllToAll(Operation):
-    """Exchange tensors.
+class AllToAll(Plannable):
+    """Exchange tensors: the parts of one, or a list of them, which is sent and received as flat tensors.
 
     Attributes:
-        counts: what the caller passed; after validation, the extents along dim of what this rank sends, and after
-            plan() of what it receives.
+        extents: extents along dim of what this rank sends, after validation.
         sent: this rank's tensor, or its list of them, detached.
     """
 
@@ -106,52 +106,99 @@ class AllToAll(Operation):
     counts: Any
     dim: Any
     route: Any
-    sent = out = None
+    sent: Any = field(default=None, init=False)
+    extents: list[int] = field(default_factory=list, init=False)
+    out = None
     name = "all_to_all"
-    validate = local.check_exchange
+
+    def arguments(self) -> Hashable:
+        return key_of(self.counts, self.name, self.dim, self.route)
+
+    def check(self, team: Team, call: Call) -> None:
+        xs = local.check_exchange(self, team, call)
+        local.put_all_inline(call, team, xs, encode(self.extents))
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
         assert call.x is not None and call.tensor is not None
-        (dtype, _, shape), sends, size = call.tensor, self.counts, team.size
+        (dtype, _, shape), sends, size, rank = call.tensor, self.extents, team.size, team.rank
         if agreed.inline:
-            data = b"".join(team.headers.data(rank, 0, 8 * size) for rank in range(size))
+            nbytes = 8 * size
+            data = b"".join([team.headers.data(peer, 0, nbytes) for peer in range(size)])
             table = np.frombuffer(data, np.int64).reshape(size, size)
-            self.counts = table[:, team.rank].tolist()
-            rows = np.maximum(table.sum(0), table.sum(1)).tolist()
+            received, starts = table[:, rank].tolist(), table[:, :rank].sum(1).tolist()
+            totals = list(zip(table.sum(1).tolist(), table.sum(0).tolist(), strict=True))
         else:
-            self.counts = team.comm.alltoall(sends)
-            rows = team.comm.allgather(max(sum(sends), sum(self.counts)))
-        width = dtype.itemsize * abs(prod(shape))  # of a row: the shape has -1 along dim
-        self._sizes = [width * n for n in rows]  # the larger one of what a rank sends and receives
-        self._limits = width * max(agreed.extents), max(self._sizes)
-        self._agreed, self._dim, self._device = agreed, call.dim, call.x.device
-        self._sides = [blocks(shape, call.dim, tuple(of), dtype) for of in (sends, self.counts)]
+            received, starts = team.comm.alltoall(sends), [0] * size
+            totals = team.comm.allgather((sum(sends), sum(received)))
+        row, at, several = abs(prod(shape)), call.dim, isinstance(self.sent, list)  # the shape has -1 along dim
+        scale, like, dim = (row, (-1,), 0) if several else (1, shape, at)
 
-    def forward(self, team: Team) -> Tensor:
-        return self._exchange(team, self.sent, *self._sides)
+        def box(start: int, extent: int) -> Box:
+            return Box(
+                tuple([scale * start if i == dim else 0 for i in range(len(like))]),
+                tuple([scale * extent if n < 0 else n for n in like]),
+            )
 
-    def backward(self, team: Team, grad: Tensor) -> Tensor:
-        return self._exchange(team, grad, *reversed(self._sides))
+        source, dest = (blocks(like, dim, tuple([scale * n for n in of]), dtype) for of in (sends, received))
+        self._sides, self._device = (source, dest), call.x.device
+        places = layout.displs(received)
+        # In the result of this rank, the tensors of the others lie so that their parts for it are in place.
+        sources = [box(place - start, sent) for place, start, (sent, _) in zip(places, starts, totals, strict=True)]
+        recvs = [(peer, box(place, n)) for peer, (place, n) in enumerate(zip(places, received, strict=True))]
+        dests = [box(0, n) for _, n in totals]
+        sent = self.sent
+        self.bind(team, call, agreed, Movement(dest.shape, dtype, sources, dests, recvs), prefix_of(size))
+        self.sent = sent
+        width = row * dtype.itemsize
+        self.sizes = [width * max(both) for both in totals]  # in both directions
+        self._limits = width * max(agreed.extents), max(self.sizes)
+        self.messages = "alltoallv", Alltoall(source.counts, source.displs, dest.counts, dest.displs, *self._limits)
+        shapes = [(*shape[:at], n, *shape[at + 1 :]) for n in received]
+        numels = [scale * n for n in received]
 
-    def _exchange(self, team: Team, x: Any, source: Blocks, dest: Blocks) -> Tensor:
-        """Exchange the parts of a tensor, or a list of them; return the new parts, joined. Collective."""
+        def finish(y: Tensor) -> Any:
+            if several:
+                return [part.view(shape) for part, shape in zip(torch.split(y, numels), shapes, strict=True)]
+            return y, received.copy()
 
-        def make() -> Any:
-            messages = [as_bytes(row_major(part)) for part in x] if isinstance(x, list) else source.pack(x)
-            return messages, *dest.recv_buffer(None, self._device)
+        assert self.kept is not None
+        self.finish = self.kept.finish = finish
+        if several and not self.kept.inline:
+            self.kept = None
 
-        y: Tensor
-        messages, y, buffer = results.allocate(self.name, team, self._sizes, make, self._agreed)
-        route = select.agreed(self.name, self.route, team, self._agreed.kinds)
-        recvs = dest.counts, dest.displs_in(buffer, y)
-        if isinstance(x, list):
-            route.exchange(team, enumerate(messages), enumerate(cut(buffer, *recvs)), self._limits[0])
-        else:
-            what = Alltoall(source.counts, source.displs_in(messages, x), *recvs, *self._limits)
-            route.prepare(team, "alltoallv", what)(messages, buffer)
-        dest.unpack(buffer, y)
+    def described(self, team: Team) -> Described:
+        sent, received = (side.nbytes - side.counts[team.rank] for side in self._sides)
+        return Described(sent, received, self.parts.shape, self.parts.dests[team.rank])
+
+    def move(self, team: Team) -> Tensor:
+        x, (source, dest) = self.sent, self._sides
+        if isinstance(x, Tensor):
+            y, send, recv = self._allocate(team, x, source, dest)
+            self.carry(team, send, recv)
+            dest.unpack(recv, y)
+            return y
+
+        def make() -> tuple[Tensor, list[Tensor]]:
+            return dest.recv_buffer(None, self._device)[0], [as_bytes(row_major(part)) for part in x]
+
+        y, sends = results.allocate(self.name, team, self.sizes, make, self.agreed)
+        recvs = cut(y, dest.counts, dest.displs)
+        self.chosen(team).exchange(team, enumerate(sends), enumerate(recvs), self._limits[0])
         return y
 
-    def finish(self, y: Tensor) -> Any:
-        several = isinstance(self.sent, list)
-        return list(torch.split(y, self.counts, self._dim)) if several else (y, self.counts)
+    def backward(self, team: Team, grad: Tensor) -> Tensor:
+        source, dest = self._sides
+        x, send, recv = self._allocate(team, grad, dest, source)
+        what = Alltoall(dest.counts, dest.displs, source.counts, source.displs, *self._limits)
+        self.chosen(team).prepare(team, "alltoallv", what)(send, recv)
+        source.unpack(recv, x)
+        return x
+
+    def _allocate(self, team: Team, x: Tensor, source: Blocks, dest: Blocks) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the result, the messages of `x`, and memory for those of the result. Collective."""
+
+        def make() -> tuple[Tensor, Tensor, Tensor]:
+            send, (y, recv) = source.pack(x), dest.recv_buffer(None, self._device)
+            return y, send, recv
+
+        return results.allocate(self.name, team, self.sizes, make, self.agreed)

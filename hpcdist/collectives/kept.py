@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -69,7 +69,10 @@ class Kept:
     Attributes:
         inline: whether the data come behind the headers.
         calls: calls of the other kind (with or without async_op) that the team had made.
+        finish: see Operation.
     """
+
+    finish: Callable[[Any], Any] | None = None
 
     def __init__(self, team: Team, x: Tensor | None, behind: int, parts: Movement | None, prefix: int) -> None:
         buffers = self._buffers = team.headers
@@ -111,13 +114,19 @@ class Kept:
                 pieces.append((copyable(part[box.slices(held.offset)]), box.slices(self._box.offset)))
         return pieces
 
-    def exchange(self, team: Team, x: Tensor | None) -> bool:
+    def exchange(self, team: Team, x: Any) -> bool:
         """Exchange the headers of this call, with `x` behind this rank's; return whether no rank's has changed.
 
         Collective; one Allgather.
         """
         buffers = self._buffers
-        data: Any = buffers.memory(x.data_ptr(), self._nbytes) if x is not None and self._nbytes else b""
+        data: Any = b""
+        if x is not None and self._nbytes:
+            memory: Any = buffers.memory
+            if type(x) is list:
+                data = b"".join([memory(part.data_ptr(), part.nbytes) for part in x])
+            else:
+                data = memory(x.data_ptr(), self._nbytes)
         message = b"".join((self._start, data, self._rest))
         collective.allgather(team, message)
         if buffers.headers(buffers.all) == self._headers:

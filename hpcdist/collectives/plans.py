@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpcdist import activity
-from hpcdist.collectives import join, redistribute, run as driver, split
+from hpcdist.collectives import all_to_all, join, redistribute, reduce, run as driver, split
 from hpcdist.collectives.kept import BEHIND_HEADERS
 from hpcdist.collectives.run import Plannable
 from hpcdist.comm.team import Team
@@ -34,6 +34,10 @@ _OPERATIONS: dict[Any, Callable[..., Plannable]] = {
     join.concat: partial(join.Join, "concat"),
     split.split: split.Scatter,
     redistribute.redistribute: redistribute.Redistribute,
+    reduce.reduce_scatter: partial(reduce.Reduce, "reduce_scatter"),
+    reduce.reduce: partial(reduce.Reduce, "reduce"),
+    reduce.all_reduce: partial(reduce.Reduce, "all_reduce"),
+    all_to_all.all_to_all: all_to_all.AllToAll,
 }
 
 
@@ -46,8 +50,7 @@ def plan(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None, *
     The plan may differ from the call if the node later has too little memory for a shared result.
 
     Args:
-        verb: :func:`hpcdist.gather`, :func:`hpcdist.concat`, :func:`hpcdist.split`, :func:`hpcdist.redistribute`
-            or :func:`hpcdist.staging.load` itself. Must agree.
+        verb: :func:`hpcdist.staging.load` or a verb of tensors itself, such as :func:`hpcdist.concat`. Must agree.
         *args: the arguments of the verb, `x` first, which is a tensor. Only its shape, dtype and device are used.
         group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None means all ranks. Must agree.
         **options: the keyword arguments of the verb. `async_op` makes no difference.
@@ -57,8 +60,8 @@ def plan(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None, *
 
     Raises:
         RankError: on every rank, if an argument is wrong on any rank, or arguments do not agree: as in the verb.
-        TypeError, ValueError: on this rank, if `verb` is none of these, or a split with root=None, which sends
-            nothing; or as in the verb.
+        TypeError, ValueError: on this rank, if `verb` is none of these, a split with root=None, which sends
+            nothing, or an all_to_all of a list; or as in the verb.
 
     Example, on rank 0 of 4 ranks of a node, with a tensor of 1 KiB each::
 
@@ -83,6 +86,8 @@ def plan(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None, *
         return other(**arguments, group=group)
     if verb is split.split and arguments["root"] is None:
         raise refusal(TypeError, "HD201", "plan(): split with root=None sends nothing: call it")
+    if verb is all_to_all.all_to_all and isinstance(arguments["x"], list | tuple):
+        raise refusal(TypeError, "HD201", "plan(): all_to_all of a list has no plan: pass one tensor and counts")
     team, op = world.team_of(group), make(**arguments)
     op.name, op.number = f"plan of {verb.__name__}", 0
     with activity.InCall(op.name, team), abort.InStep(op.name, team.size):
@@ -97,32 +102,31 @@ def plan(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None, *
 def _described(name: str, op: Plannable, team: Team, agreed: Agreed) -> Plan:
     """Return the plan of an operation, which forgets its tensors. Collective."""
     route, parts, inline = op.chosen(team), op.parts, op.kept is not None and op.kept.inline
-    box, reasons = parts.dests[team.rank], [team.routes[op.route, agreed.kinds][1]]
-    method = BEHIND_HEADERS if inline else op.method(team)
+    sent, received, shape, box = op.described(team)
+    methods = [BEHIND_HEADERS] if inline else op.methods(team)
     if op.shared:
-        method = _shared(team, prod(parts.shape) * parts.dtype.itemsize, method)
-    if method.reason:
-        reasons.append(method.reason)
-    if not (inline or method.shared or MemoryKind.GPU in agreed.kinds) and op.route in ("auto", "mpi"):
+        methods = [_shared(team, prod(shape) * parts.dtype.itemsize, methods[0])]
+    reasons = [team.routes[op.route, agreed.kinds][1], *(method.reason for method in methods if method.reason)]
+    shared = methods[0].shared
+    if not (inline or shared or MemoryKind.GPU in agreed.kinds) and op.route in ("auto", "mpi"):
         reasons.append(f"the data of a rank are more than the {team.inline} bytes that travel behind a header")
     if box is None:
         result = "none"
-    elif op.out is not None or method.shared:
-        result = "shared" if method.shared else "out"
+    elif op.out is not None or shared:
+        result = "shared" if shared else "out"
     else:
         device = team.settings.device if agreed.kinds[team.rank] == MemoryKind.GPU else torch.device("cpu")
         result = "pool" if pool.holds(box.size() * parts.dtype.itemsize, device) else "new"
-    nothing = (0,) * len(parts.shape)
-    sent, received = parts.traffic(team.rank)
+    nothing = (0,) * len(shape)
     return Plan(
         verb=name,
         route=route.name,
-        methods=(method.name,),
+        methods=tuple(dict.fromkeys(method.name for method in methods)),
         sent=sent,
         received=received,
         result=result,
         reasons=tuple(reasons),
-        shape=parts.shape,
+        shape=shape,
         box=box or Box(nothing, nothing),
         _call=_kept(name, op, team),
     )

@@ -147,10 +147,10 @@ class Redistribute(Plannable):
         parts = Movement(moves.shape, x.dtype, moves.held, moves.boxes, moves.recvs)
         self.bind(team, call, agreed, parts, prefix_of(1 + 2 * ndim))
 
-    def method(self, team: Team) -> Method:
+    def methods(self, team: Team) -> list[Method]:
         if not self.moves.longest:
-            return Method("copies within each rank", "no rank needs data of another one")
-        return self.chosen(team).method(team, "alltoallv", self.moves.total, self.moves.longest)
+            return [Method("copies within each rank", "no rank needs data of another one")]
+        return [self.chosen(team).method(team, "alltoallv", self.moves.total, self.moves.longest)]
 
     def move(self, team: Team) -> Tensor:
         shard, dest, moves = self.sent, self.dest, self.moves

@@ -12,11 +12,11 @@ from torch.distributed import ReduceOp
 from hpcdist import layout
 from hpcdist.collectives import results
 from hpcdist.collectives.kept import Kept, Movement
-from hpcdist.collectives.run import Plannable, run
+from hpcdist.collectives.run import Described, Plannable, run
 from hpcdist.collectives.split import key_of
 from hpcdist.comm.team import Team
 from hpcdist.layout import Box
-from hpcdist.routes.route import Alltoall, Route, Vector
+from hpcdist.routes.route import Alltoall, Method, Route, Vector
 from hpcdist.runtime import world
 from hpcdist.tensors import pool
 from hpcdist.tensors.blocks import Blocks, blocks
@@ -192,7 +192,7 @@ class Reduce(Plannable):
     joined.
     """
 
-    name: str
+    verb: str
     x: Any
     op: Any
     route: Any
@@ -203,11 +203,14 @@ class Reduce(Plannable):
     keeper = KeptReduction
     check = local.check_reduction
 
+    def __post_init__(self) -> None:
+        self.name = self.verb  # a plan has another name
+
     def arguments(self) -> Hashable:
-        return key_of(self.counts, self.name, self.op, self.route, self.dim, self.root)
+        return key_of(self.counts, self.verb, self.op, self.route, self.dim, self.root)
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
-        x, size, self._root, self._scatters = call.x, team.size, call.root, self.name == "reduce_scatter"
+        x, size, self._root, self._scatters = call.x, team.size, call.root, self.verb == "reduce_scatter"
         assert x is not None
         shape, dim, cut = (x.shape, call.dim, call.extent) if self._scatters else ((0,), 0, x.numel())
         extents = layout.counts_of(call.counts, cut, size)
@@ -227,6 +230,24 @@ class Reduce(Plannable):
         self.bind(team, call, agreed, Movement((size, *x.shape), x.dtype, sources, dests, recvs))
         assert isinstance(self.kept, KeptReduction)
         self.kept.how = self.op
+
+    def methods(self, team: Team) -> list[Method]:
+        cut, route = self._blocks, self.chosen(team)
+        found = [route.method(team, "alltoallv", *_sizes(cut, team.size))]
+        if not self._scatters:
+            found.append(
+                route.method(team, "gatherv" if self._root >= 0 else "allgatherv", cut.nbytes, max(cut.counts))
+            )
+        return found
+
+    def described(self, team: Team) -> Described:
+        sent, received, shape, box = super().described(team)
+        if not (self._scatters or (self.kept is not None and self.kept.inline)):  # the blocks, and then their sums
+            cut, own = self._blocks, self._blocks.counts[team.rank]
+            receives = self._root in (-1, team.rank)
+            sent = cut.nbytes - own + own * ((team.size if self._root < 0 else 1) - receives)
+            received = own * (team.size - 1) + (cut.nbytes - own) * receives
+        return Described(sent, received, shape[1:], box and Box(box.offset[1:], box.shape[1:]))
 
     def move(self, team: Team) -> Tensor | None:
         return self._move(team, self.sent, self.dest)
@@ -255,7 +276,7 @@ class Reduce(Plannable):
         return whole
 
     def backward(self, team: Team, grad: Tensor) -> Tensor | None:
-        if self.name == "all_reduce":
+        if self.verb == "all_reduce":
             return self._move(team, grad, None)
         cut = self._blocks
         if not self._scatters:  # the whole comes from the root
@@ -271,16 +292,23 @@ def add_up(
     verb: str, team: Team, route: Route, cut: Blocks, x: Tensor, op: str = "sum", out: Tensor | None = None
 ) -> Tensor:
     """Exchange the blocks of `x`, and reduce those for this rank in rank order, in `out` or new memory. Collective."""
-    size, mine, longest = team.size, cut.counts[team.rank], max(cut.counts)
+    size, mine = team.size, cut.counts[team.rank]
+    total, longest = _sizes(cut, size)
 
     def take() -> tuple[Tensor, Tensor]:
         return cut.pack(x), pool.empty((size, *cut.boxes[team.rank][0].shape), x.dtype, x.device, fixed=True)
 
     send, parts = results.everywhere(verb, team, size * longest, take)
-    places, total = [mine * rank for rank in range(size)], max(cut.nbytes, longest * size)
+    places = [mine * rank for rank in range(size)]
     what = Alltoall(cut.counts, cut.displs, [mine] * size, places, longest, total)
     route.prepare(team, "alltoallv", what)(send, parts)
     return _reduced(parts, op, out)
+
+
+def _sizes(cut: Blocks, size: int) -> tuple[int, int]:
+    """Return the bytes of all messages of a rank, and of the longest one: see Alltoall."""
+    longest = max(cut.counts)
+    return max(cut.nbytes, longest * size), longest
 
 
 def _reduced(parts: Tensor, op: str, out: Tensor | None) -> Tensor:

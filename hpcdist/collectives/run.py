@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from hpcdist.activity import callsite
 from hpcdist.collectives.kept import Kept, Movement
 from hpcdist.comm.team import Team
 from hpcdist.errors import HpcdistError, coded
+from hpcdist.layout import Box
 from hpcdist.process import abort
 from hpcdist.routes import select
 from hpcdist.routes.route import Alltoall, Method, Route, Vector
@@ -60,7 +61,8 @@ class Operation(ABC):
         known = None if key is None else team.repeats.get(key)
         if known is not None and known.calls == team.calls[team.foreground is team]:
             if known.exchange(team, self.x):
-                return known.take(self.out) if known.inline else known.again(self, team)
+                result = known.take(self.out) if known.inline else known.again(self, team)
+                return result if known.finish is None else known.finish(result)
             exchanged = True  # another rank's call is not the same as before
         call = self.call or call_of(self.name, self.validate, team)
         agreed = collective.exchange(team, call, exchanged)
@@ -100,6 +102,15 @@ class Operation(ABC):
     def backward(self, team: Team, grad: Tensor) -> Tensor | None:
         """Compute the gradient of `x` from that of this rank's result: the transpose of the call. Collective."""
         raise NotImplementedError
+
+
+class Described(NamedTuple):
+    """What a plan says of this rank: see :class:`hpcdist.runtime.plan.Plan`."""
+
+    sent: int
+    received: int
+    shape: tuple[int, ...]
+    box: Box | None
 
 
 class Plannable(Operation):
@@ -150,10 +161,14 @@ class Plannable(Operation):
     def arguments(self) -> Hashable:
         """Return the arguments of the call besides `x` and `out`; None if they may change in place, or equal others."""
 
-    def method(self, team: Team) -> Method:
+    def methods(self, team: Team) -> list[Method]:
         """Return how move() would move the data. Collective, after plan()."""
         operation, what = self.messages
-        return self.chosen(team).method(team, operation, what.total, what.longest)
+        return [self.chosen(team).method(team, operation, what.total, what.longest)]
+
+    def described(self, team: Team) -> Described:
+        """Return what a plan says of this rank."""
+        return Described(*self.parts.traffic(team.rank), self.parts.shape, self.parts.dests[team.rank])
 
     @abstractmethod
     def move(self, team: Team) -> Tensor | None:
@@ -174,6 +189,8 @@ class Plannable(Operation):
             or recorded() is not None
         ):
             return None
+        if type(x) is list:
+            return (given, *[(part.dtype, part.shape) for part in x]) if all(map(is_plain, x)) else None
         if x is not None and not is_plain(x, gpu=True):
             return None
         if out is None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from operator import index
 from typing import Any
@@ -82,11 +81,15 @@ def check_shard(op: Any, team: Team, call: Call) -> None:
 
 def put_inline(call: Call, team: Team, *head: bytes) -> None:
     """Put `head`, and data that are small, in host memory, and sent by MPI, behind the header of the call."""
-    x = call.x
-    assert x is not None
-    call.inline = head or None
-    if call.kind == MemoryKind.CPU and call.route in ("auto", "mpi") and sum(map(len, head)) + x.nbytes <= team.inline:
-        call.inline = (*head, x if x.is_contiguous() else storage.row_major(x))
+    assert call.x is not None
+    put_all_inline(call, team, [call.x], *head)
+
+
+def put_all_inline(call: Call, team: Team, xs: Sequence[Tensor], *head: bytes) -> None:
+    """Do so with the data of several tensors."""
+    call.inline, nbytes = head or None, sum(map(len, head)) + sum([x.nbytes for x in xs])
+    if call.kind == MemoryKind.CPU and call.route in ("auto", "mpi") and nbytes <= team.inline:
+        call.inline = (*head, *[x if x.is_contiguous() else storage.row_major(x) for x in xs])
 
 
 def check_structure(op: Any, team: Team, call: Call) -> None:
@@ -152,9 +155,9 @@ def check_split(op: Any, rank: int, size: int, on_gpu: bool, call: Call) -> None
 
 def check_reduction(op: Any, team: Team, call: Call) -> None:
     """Check a reduction: every rank passes a tensor of the same shape."""
-    scatters = op.name == "reduce_scatter"
+    scatters = op.verb == "reduce_scatter"
     call.route = _route(op.route)
-    if op.name == "reduce":
+    if op.verb == "reduce":
         call.root = _root(op.root, team.size)
     if not (isinstance(op.op, str) and op.op in REDUCTIONS):
         raise ArgumentError("HD201", f"op is {show_repr(op.op)}, expected one of {', '.join(REDUCTIONS)}")
@@ -202,31 +205,35 @@ def check_layouts(op: Any, call: Call) -> None:
         _check_like(call.out, call.x)
 
 
-def check_exchange(op: Any, team: Team, call: Any) -> None:
-    """Check all_to_all: every rank passes a list of tensors, or one tensor and counts."""
+def check_exchange(op: Any, team: Team, call: Call) -> list[Tensor]:
+    """Check all_to_all: every rank passes a list of tensors, or one tensor and counts. Return those, ready."""
     several = isinstance(op.x, (list, tuple))
     call.options = (("x", "a list of tensors" if several else "a tensor"),)
     call.route = _route(op.route)
+    if op.out is not None:
+        raise ArgumentError("HD211", "out is given, but all_to_all returns new memory: omit it")
     if several:
         if op.counts is not None:
             raise ArgumentError("HD211", "counts is given, but x is a list, whose tensors have their sizes: omit it")
         if len(op.x) != team.size:
             raise ArgumentError("HD213", f"x has {len(op.x)} tensors, expected one for each of {team.size} ranks")
         found = [(describe(call, x, op.dim, f"x[{i}]"), call.extent, call.tensor) for i, x in enumerate(op.x)]
-        op.sent, op.counts, tensors = map(list, zip(*found, strict=True))
-        kinds = zip(op.sent, tensors, strict=True)
+        xs, op.extents, tensors = map(list, zip(*found, strict=True))
+        kinds = zip(xs, tensors, strict=True)
         like = {LIKE.format(dtype, show_shape(shape), x.device) for x, (dtype, _, shape) in kinds}
         if len(like) > 1:
             raise ArgumentError("HD303", f"the tensors of x differ: {', '.join(sorted(like))}")
-        call.x = op.sent[0]
+        call.x = xs[0]
         if torch.is_grad_enabled() and any(x.requires_grad for x in op.x):
-            op.x = torch.cat(torch.atleast_1d(op.x), call.dim)  # type: ignore[no-untyped-call]
+            op.x = torch.cat([x.reshape(-1) for x in op.x])
     else:
-        call.x = op.sent = describe(call, op.x, op.dim, "x")
-        op.counts = layout.counts_of(_counts(op.counts), call.extent, team.size)
+        call.x = describe(call, op.x, op.dim, "x")
+        xs, op.extents = [call.x], layout.counts_of(_counts(op.counts), call.extent, team.size)
     call.dim_arg = call.dim
     call.grad = isinstance(op.x, Tensor) and op.x.requires_grad and _needs_grad(op.x, None)
-    call.extent, call.inline = max(op.counts), (array("q", op.counts).tobytes(),)
+    call.extent = max(op.extents)
+    op.sent = xs if several else call.x
+    return xs
 
 
 def _check_shared(op: Any) -> None:

@@ -43,6 +43,7 @@ def _check(findings, got, want, told):
     findings.check(isinstance(got, list) and len(got) == len(want), f"{told}: {type(got)}")
     for source, (x, expected) in enumerate(zip(got, want, strict=True)):
         findings.same(x, expected, f"{told}: from {source}")
+        findings.check(x.is_contiguous(), f"{told}: from {source}: strides")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -103,6 +104,80 @@ def test_counts_that_do_not_fit_behind_the_headers(findings, rank, size, monkeyp
         _check(findings, hd.all_to_all(mine), want, kind)
         y, _ = hd.all_to_all(torch.cat(mine), [len(part) for part in mine])
         findings.same(y, torch.cat(want), f"{kind}: joined")
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_again_while_one_rank_changes_its_call(findings, rank, size, rows, async_op):
+    """In turns, the last rank sends other counts, another shape or dtype; the data are behind the headers, or not."""
+    wait = (lambda handle: handle.wait()) if async_op else lambda got: got
+    for turn, extra in enumerate((0, 0, 0, 1, 0, 2, 2, 0, 0)):
+        sizes = [[rows * (1 + (source + dest) % 2) for dest in range(size)] for source in range(size)]
+        sizes[-1][0] += extra * rows
+        dim, shape = (1, (2, -1)) if turn in (1, 2, 7, 8) else (0, (-1, 2))
+        parts = [
+            [
+                torch.arange(2 * n).view(shape) + 10_000 * source + 100_000 * dest + 1_000_000 * turn
+                for dest, n in enumerate(of)
+            ]
+            for source, of in enumerate(sizes)
+        ]
+        if extra == 2:  # dims and dtype must agree
+            bad = [part.int() if rank == size - 1 else part for part in parts[rank]]
+            if size > 1:
+                refused("dtype", lambda bad=bad, dim=dim: wait(hd.all_to_all(bad, dim=dim, async_op=async_op)))
+        want = [of[rank] for of in parts]
+        _check(findings, wait(hd.all_to_all(parts[rank], dim=dim, async_op=async_op)), want, f"turn {turn}, list")
+        x, counts = torch.cat(parts[rank], dim), sizes[rank]
+        y, received = wait(hd.all_to_all(x, counts, dim=dim, async_op=async_op))
+        findings.same(y, torch.cat(want, dim), f"turn {turn}, tensor")
+        findings.check(received == [of[rank] for of in sizes], f"turn {turn}: {received}")
+        received.clear()
+        y.zero_()
+
+
+def test_small_repeated_calls_are_one_message(findings, rank, size, monkeypatch):
+    comm, seen = team_of().comm, []
+
+    class Spy:
+        def __getattr__(self, name):
+            seen.append(name)
+            return getattr(comm, name)
+
+    monkeypatch.setattr(team_of(), "comm", Spy())
+    for columns, told in ((1, ["Allgather"]), (300, ["Allgather", "Alltoallv"])):
+        x = torch.arange(size * columns).view(size, columns) + 1000 * rank
+        hd.all_to_all(x, [1] * size)
+        seen.clear()
+        for turn in range(3):
+            y, _ = hd.all_to_all(x + turn, [1] * size)
+            want = [torch.arange(columns) + columns * rank + 1000 * source + turn for source in range(size)]
+            findings.same(y, torch.stack(want), f"{columns} columns")
+        findings.check(seen == told * 3, seen)
+    parts = [torch.tensor([rank, dest]) for dest in range(size)]
+    hd.all_to_all(parts)
+    seen.clear()
+    _check(findings, hd.all_to_all(parts), [torch.tensor([source, rank]) for source in range(size)], "list")
+    findings.check(seen == ["Allgather"], seen)
+
+
+@pytest.mark.parametrize("columns", [2, 300])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_plan(findings, rank, size, columns, async_op):
+    """Counts are those of the plan; shapes must be the same in every call."""
+    mine, want = (of("ragged", rank, size, (columns,), 1) for of in (_row, _column))
+    counts, received = ([part.shape[1] for part in parts] for parts in (mine, want))
+    plan = hd.plan(hd.all_to_all, torch.cat(mine, 1), counts, dim=1)
+    findings.check(plan.shape == plan.box.shape == (columns, sum(received)), plan)
+    for turn in range(3):
+        got = plan(torch.cat(mine, 1) + turn, async_op=async_op)
+        y, found = got.wait() if async_op else got
+        findings.same(y, torch.cat(want, 1) + turn, f"turn {turn}")
+        findings.check(found == received, found)
+        x = torch.cat(mine, 1)
+        wrong = torch.cat([x, x[:, :1]], 1) if x.shape[1] else torch.zeros(columns, 1, dtype=x.dtype)
+        refused("the plan was made for", plan, wrong if rank == size - 1 else x)
+        refused("out is given", plan, x, torch.empty(columns, sum(received), dtype=x.dtype))
 
 
 @pytest.mark.parametrize("route", ROUTES[:2])

@@ -127,6 +127,33 @@ def test_gradients(findings, world, rank, size, route):
             findings.check(same, f"{name} {op} {shape} {dim}: {leaf.grad}, expected {leaves[rank].grad}")
 
 
+@pytest.mark.parametrize("width", [2, 300])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_plans(findings, rank, size, width, async_op):
+    """Of other values than planned, with `out` on one rank, a gradient, and a wrong shape."""
+    counts, root = [*[0] * (size - 1), width], size - 1
+    inputs = [[_of((3, width), torch.float32, peer + turn) for peer in range(size)] for turn in range(4)]
+    for verb, args in ((hd.reduce_scatter, (1, counts)), (hd.reduce, (root,)), (hd.all_reduce, ())):
+        plan = hd.plan(verb, inputs[0][rank], *args, op="mean", async_op=async_op)
+        for turn, xs in enumerate(inputs):
+            receives = rank == root or verb is hd.all_reduce
+            whole, x = _whole(xs, "mean"), xs[rank].clone().requires_grad_(turn == 3)
+            want = whole if receives else whole[:, :0]
+            out = torch.full_like(want, -1) if turn == 2 and rank == root else None
+            got = plan(x, out, async_op=async_op)
+            got = got.wait() if async_op else got
+            if got is None:
+                findings.check(verb is hd.reduce and not receives and turn < 3, f"{verb.__name__}, {turn}: None")
+                continue
+            findings.check(out is None or got is out, "out")
+            if receives or verb is hd.reduce_scatter:
+                findings.same(got.detach(), want, f"{verb.__name__}, turn {turn}")
+            if turn == 3:
+                (got.sum() / (size if verb is hd.all_reduce else 1)).backward()
+                findings.same(x.grad, torch.full_like(x, 1 / size), f"{verb.__name__}: gradient")
+        refused("the plan was made for", plan, inputs[0][rank][: 2 + (rank < root)])
+
+
 @several_ranks
 def test_arguments_that_are_wrong_or_differ_on_one_rank(rank, size):
     """The same error on every rank, and the job goes on."""
