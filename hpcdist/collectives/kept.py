@@ -136,8 +136,7 @@ class Kept:
 
     def keep(self, op: Any) -> None:
         """Keep what an operation that moves more data knows after its plan."""
-        own = ("x", "out", "sent", "dest", "kept")  # of each call
-        self._plan = {name: value for name, value in vars(op).items() if name not in own}
+        self._plan = {name: value for name, value in vars(op).items() if name not in op.own}
 
     def again(self, op: Any, team: Team) -> Any:
         """Move the data of another such operation, after exchange(). Collective."""

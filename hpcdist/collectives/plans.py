@@ -13,7 +13,7 @@ import torch
 from hpcdist import activity
 from hpcdist.collectives import all_to_all, join, redistribute, reduce, run as driver, split
 from hpcdist.collectives.kept import BEHIND_HEADERS
-from hpcdist.collectives.run import Plannable
+from hpcdist.collectives.run import Operation, Plannable
 from hpcdist.comm.team import Team
 from hpcdist.errors import HpcdistError, refusal
 from hpcdist.layout import Box
@@ -29,13 +29,13 @@ from hpcdist.validation.collective import Agreed
 if TYPE_CHECKING:
     from hpcdist.comm.team import GroupLike
 
-_OPERATIONS: dict[Any, Callable[..., Plannable]] = {
+_OPERATIONS: dict[Any, Callable[..., Operation]] = {
     join.gather: partial(join.Join, "gather", rooted=True),
     join.concat: partial(join.Join, "concat"),
     split.split: split.Scatter,
     redistribute.redistribute: redistribute.Redistribute,
     reduce.reduce_scatter: partial(reduce.Reduce, "reduce_scatter"),
-    reduce.reduce: partial(reduce.Reduce, "reduce"),
+    reduce.reduce: reduce.operation,
     reduce.all_reduce: partial(reduce.Reduce, "all_reduce"),
     all_to_all.all_to_all: all_to_all.AllToAll,
 }
@@ -61,7 +61,7 @@ def plan(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None, *
     Raises:
         RankError: on every rank, if an argument is wrong on any rank, or arguments do not agree: as in the verb.
         TypeError, ValueError: on this rank, if `verb` is none of these, a split with root=None, which sends
-            nothing, or an all_to_all of a list; or as in the verb.
+            nothing, an all_to_all of a list, or a reduce of a dict; or as in the verb.
 
     Example, on rank 0 of 4 ranks of a node, with a tensor of 1 KiB each::
 
@@ -89,6 +89,8 @@ def plan(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None, *
     if verb is all_to_all.all_to_all and isinstance(arguments["x"], list | tuple):
         raise refusal(TypeError, "HD201", "plan(): all_to_all of a list has no plan: pass one tensor and counts")
     team, op = world.team_of(group), make(**arguments)
+    if not isinstance(op, Plannable):
+        raise refusal(TypeError, "HD201", "plan(): reduce of a dict has no plan: pass a tensor")
     op.name, op.number = f"plan of {verb.__name__}", 0
     with activity.InCall(op.name, team), abort.InStep(op.name, team.size):
         call = local.call_of(op.name, op.validate, team)
@@ -148,7 +150,7 @@ def _kept(name: str, op: Plannable, team: Team) -> Callable[..., Any]:
     team.plans_made += 1
     op.name, op.number = f"a plan of {name}", team.plans_made
     op.like = None if op.x is None else (op.x.dtype, tuple(op.x.shape), op.x.device)
-    kind, kept = type(op), vars(op) | dict.fromkeys(("x", "out", "sent", "dest", "kept"))
+    kind, kept = type(op), vars(op) | dict.fromkeys(op.own)
 
     def call(x: Any, out: Any = None, *, async_op: bool = False) -> Any:
         if team.freed or team.group.ended:

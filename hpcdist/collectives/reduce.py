@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from torch import Tensor
 from torch.distributed import ReduceOp
@@ -12,7 +12,8 @@ from torch.distributed import ReduceOp
 from hpcdist import layout
 from hpcdist.collectives import results
 from hpcdist.collectives.kept import Kept, Movement
-from hpcdist.collectives.run import Described, Plannable, run
+from hpcdist.collectives.metrics import ReduceDict
+from hpcdist.collectives.run import Described, Operation, Plannable, run
 from hpcdist.collectives.split import key_of
 from hpcdist.comm.team import Team
 from hpcdist.layout import Box
@@ -20,6 +21,7 @@ from hpcdist.routes.route import Alltoall, Method, Route, Vector
 from hpcdist.runtime import world
 from hpcdist.tensors import pool
 from hpcdist.tensors.blocks import Blocks, blocks
+from hpcdist.tensors.message import SMALL
 from hpcdist.tensors.storage import sum_dtype
 from hpcdist.validation import collective, local
 from hpcdist.validation.collective import Agreed, Call
@@ -27,6 +29,8 @@ from hpcdist.validation.collective import Agreed, Call
 if TYPE_CHECKING:
     from hpcdist.comm.team import GroupLike
     from hpcdist.runtime.background import Handle
+
+X = TypeVar("X", Tensor, dict[Any, Any])
 
 
 # fmt: off
@@ -93,43 +97,76 @@ def reduce_scatter(
 
 # fmt: off
 @overload
-def reduce(x: Tensor, root: int = 0, op: str = "sum", *,
+def reduce(x: X, root: int = 0, op: str = "sum", *, weights: float | Tensor | None = None,
            group: GroupLike | None = None, route: str = "auto", out: Tensor | None = None,
-           async_op: Literal[False] = False) -> Tensor | None: ...
+           async_op: Literal[False] = False) -> X | None: ...
 @overload
-def reduce(x: Tensor, root: int = 0, op: str = "sum", *,
+def reduce(x: X, root: None, op: str = "sum", *, weights: float | Tensor | None = None,
            group: GroupLike | None = None, route: str = "auto", out: Tensor | None = None,
-           async_op: Literal[True]) -> Handle[Tensor | None]: ...
+           async_op: Literal[False] = False) -> X: ...
+@overload
+def reduce(x: X, root: int = 0, op: str = "sum", *, weights: float | Tensor | None = None,
+           group: GroupLike | None = None, route: str = "auto", out: Tensor | None = None,
+           async_op: Literal[True]) -> Handle[X | None]: ...
+@overload
+def reduce(x: X, root: None, op: str = "sum", *, weights: float | Tensor | None = None,
+           group: GroupLike | None = None, route: str = "auto", out: Tensor | None = None,
+           async_op: Literal[True]) -> Handle[X]: ...
 # fmt: on
 def reduce(
-    x: Tensor,
-    root: int = 0,
+    x: Any,
+    root: int | None = 0,
     op: str = "sum",
     *,
+    weights: float | Tensor | None = None,
     group: GroupLike | None = None,
     route: str = "auto",
     out: Tensor | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Reduce the tensors of all ranks element by element, on `root`.
+    """Reduce the tensors of all ranks element by element, or their dicts key by key, on `root` or on every rank.
 
     Arguments, order of additions and errors are those of :func:`hpcdist.reduce_scatter`; `x` may be 0-d, too.
 
+    A dict holds numbers (Python's or numpy's), small tensors, and dicts of these. Ranks may lack keys: a key is reduced
+    over the ranks that have it, where it must be a number of the same kind (a float, or an int, as which bools count;
+    for a mean, any), or a tensor of the same shape and dtype. Floats are computed in float64 on the host, and rounded
+    to the tensor's dtype at the end; integers in 64 bits, which wrap around. Ranks exchange their keys in the first
+    call, and again after any rank's have changed. For large tensors, reduce them one by one.
+
     Args:
-        root: the rank in `group` that receives. Must agree.
+        x: a tensor or dict. All ranks pass the same of both.
+        root: the rank in `group` that receives; None: every rank does. Must agree.
+        weights: this rank's weight in the mean of dicts, such as its number of samples; by default 1. Values of a rank
+            with weight 0 do not count, even if they are NaN; a key has NaN if no rank with it has a weight.
+        out: as there; not for dicts.
 
     Returns:
-        On the root, a new contiguous tensor of x's shape (or `out`, given there alone); None on the other ranks.
+        On the receivers, a new contiguous tensor of x's shape (or `out`, given there alone); None on other ranks.
+        Of dicts, a new dict with all keys, in the order in which they appear first in rank order. Numbers are Python's,
+        tensors on this rank's GPU or CPU as they were.
 
         If any rank needs a gradient, every rank must call backward, as after :func:`hpcdist.gather`: the gradient of
-        `x` on every rank is that of the root's result; for a mean, divided by the number of ranks.
+        `x` on every rank is that of the root's result; for a mean, divided by the number of ranks. Dicts have no
+        gradients: of tensors that require one, the values are reduced.
 
-    Example, on 3 ranks::
+    Examples, on 3 ranks::
 
         >>> hd.reduce(torch.tensor([1, rank]))
         tensor([3, 3])   # on rank 0; None on ranks 1 and 2
+        >>> mine = {"loss": 0.5 * rank} if rank else {"loss": 0.0, "best": {"epoch": 7}}
+        >>> hd.reduce(mine, root=None, op="mean", weights=1 + rank)
+        {'loss': 0.6666666666666666, 'best': {'epoch': 7.0}}   # on every rank
     """
-    return run(Reduce("reduce", x, op, route, out, root=root), world.team_of(group), async_op)
+    return run(operation(x, root, op, weights, route, out), world.team_of(group), async_op)
+
+
+def operation(x: Any, root: Any, op: Any, weights: Any, route: Any, out: Any) -> Operation:
+    """Return the operation of a call of reduce()."""
+    if isinstance(x, dict) or weights is not None:
+        return ReduceDict(Reduce, x, root, op, route, out, weights)
+    name, at = ("all_reduce", -1) if root is None else ("reduce", root)
+    return Reduce(name, x, op, route, out, root=at)
 
 
 # fmt: off
@@ -215,6 +252,11 @@ class Reduce(Plannable):
         shape, dim, cut = (x.shape, call.dim, call.extent) if self._scatters else ((0,), 0, x.numel())
         extents = layout.counts_of(call.counts, cut, size)
         self._blocks = blocks(tuple(shape), dim, tuple(extents), x.dtype)
+        # One message of all data takes less time than two of blocks.
+        self._together = size * self._blocks.nbytes <= SMALL and not self._scatters
+        what = Vector.packed([self._blocks.nbytes] * size if self._together else self._blocks.counts, max(0, call.root))
+        self.messages = "allgatherv" if call.root < 0 else "gatherv", what
+        self._flat = Blocks(x.shape, [[layout.whole(x.shape)]], x.dtype)
         if agreed.outs:
             expected = extents if self._scatters else [call.extent] * size
             collective.check_out(self.name, agreed.outs, expected, agreed.grad)
@@ -232,17 +274,14 @@ class Reduce(Plannable):
         self.kept.how = self.op
 
     def methods(self, team: Team) -> list[Method]:
-        cut, route = self._blocks, self.chosen(team)
-        found = [route.method(team, "alltoallv", *_sizes(cut, team.size))]
-        if not self._scatters:
-            found.append(
-                route.method(team, "gatherv" if self._root >= 0 else "allgatherv", cut.nbytes, max(cut.counts))
-            )
-        return found
+        blocks = [self.chosen(team).method(team, "alltoallv", *_sizes(self._blocks, team.size))]
+        return ([] if self._together else blocks) + ([] if self._scatters else super().methods(team))
 
     def described(self, team: Team) -> Described:
         sent, received, shape, box = super().described(team)
-        if not (self._scatters or (self.kept is not None and self.kept.inline)):  # the blocks, and then their sums
+        if not (
+            self._scatters or self._together or (self.kept is not None and self.kept.inline)
+        ):  # the blocks, and then their sums
             cut, own = self._blocks, self._blocks.counts[team.rank]
             receives = self._root in (-1, team.rank)
             sent = cut.nbytes - own + own * ((team.size if self._root < 0 else 1) - receives)
@@ -253,13 +292,9 @@ class Reduce(Plannable):
         return self._move(team, self.sent, self.dest)
 
     def _move(self, team: Team, x: Any, out: Tensor | None) -> Tensor | None:
-        cut, route, root = self._blocks, self.chosen(team), self._root
         if self._scatters:
-            return add_up(self.name, team, route, cut, x, self.op, out)
-        flat, receives = (
-            Blocks(x.shape, [[layout.whole(x.shape)]], x.dtype),
-            [root in (-1, r) for r in range(team.size)],
-        )
+            return add_up(self.name, team, self.chosen(team), self._blocks, x, self.op, out)
+        flat, receives = self._flat, [self._root in (-1, rank) for rank in range(team.size)]
 
         def take() -> tuple[Tensor, Any, Any]:
             return flat.pack(x).view(-1), *(flat.recv_buffer(out, x.device) if receives[team.rank] else (None, None))
@@ -268,9 +303,13 @@ class Reduce(Plannable):
         whole: Tensor | None
         send, whole, buffer = results.allocate(self.name, team, sizes, take, self.agreed)
         joined = None if buffer is None else buffer.view(-1)
-        block = add_up(self.name, team, route, cut, send, self.op)
-        what = Vector(cut.counts, cut.displs, max(0, root))
-        route.prepare(team, "gatherv" if root >= 0 else "allgatherv", what)(block, joined)
+        if self._together:
+            parts = None if joined is None else joined.new_empty((team.size, len(joined)))
+            self.carry(team, send, parts)
+            if parts is not None:
+                _reduced(parts, self.op, joined)
+        else:
+            self.carry(team, add_up(self.name, team, self.chosen(team), self._blocks, send, self.op), joined)
         if whole is not None:
             flat.unpack(buffer, whole)
         return whole

@@ -41,6 +41,7 @@ class Operation(ABC):
         call: the call, if its arguments have been validated.
         kept: the call as its team keeps it; None if it is planned for every call.
         unrouted: the route that a trace shows for a call without one.
+        own: attributes that belong to one call, and are not kept for the next one like it.
         finish: converts what forward() returned to the caller's result, on this rank alone.
     """
 
@@ -53,6 +54,7 @@ class Operation(ABC):
     call: Call | None = None
     kept: Kept | None = None
     unrouted = "headers"
+    own: tuple[str, ...] = ("x", "out", "sent", "dest", "kept")
     finish: Callable[[Any], Any] | None = None
 
     def execute(self, team: Team) -> Any:

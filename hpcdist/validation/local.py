@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from operator import index
@@ -159,9 +160,7 @@ def check_reduction(op: Any, team: Team, call: Call) -> None:
     call.route = _route(op.route)
     if op.verb == "reduce":
         call.root = _root(op.root, team.size)
-    if not (isinstance(op.op, str) and op.op in REDUCTIONS):
-        raise ArgumentError("HD201", f"op is {show_repr(op.op)}, expected one of {', '.join(REDUCTIONS)}")
-    call.options = (("op", op.op),)
+    call.options = (("x", "a tensor"), ("op", _reduction(op.op)))
     rows = describe(call, op.x, op.dim, "x")
     call.x = rows.view(op.x.shape)
     dtype = rows.dtype
@@ -185,6 +184,33 @@ def check_reduction(op: Any, team: Team, call: Call) -> None:
         _check_out(call, op.out)
     call.tensor = (dtype, op.x.dim(), tuple(op.x.shape))
     put_inline(call, team)
+
+
+def check_dict(op: Any, team: Team, call: Call) -> None:
+    """Check the arguments of a reduction of dicts besides `x` and its weight."""
+    call.route = _route(op.route)
+    call.options = (("x", "a dict"), ("op", _reduction(op.op)), ("root", op.root))
+    if op.root is not None:
+        call.root = _root(op.root, team.size)
+    if op.out is not None:
+        raise ArgumentError("HD211", "out is given, but x is a dict")
+
+
+def weight_of(weight: Any, op: Any) -> float:
+    """Return the weight of this rank in a mean; 1.0 in other reductions, which have none."""
+    if weight is None:
+        return 1.0
+    if op != "mean":
+        raise ArgumentError("HD211", f"weights is given, but op is {show_repr(op)}: only a mean has weights")
+    if not isinstance(weight, (int, float, np.number, Tensor)) or not 0 <= (value := float(weight)) < math.inf:
+        raise ArgumentError("HD201", f"weights must be a finite number that is not negative, got {show(weight)}")
+    return value
+
+
+def _reduction(op: Any) -> str:
+    if not (isinstance(op, str) and op in REDUCTIONS):
+        raise ArgumentError("HD201", f"op is {show_repr(op)}, expected one of {', '.join(REDUCTIONS)}")
+    return op
 
 
 def check_layouts(op: Any, call: Call) -> None:

@@ -31,6 +31,7 @@ def tensors(x: Tensor, maybe: Tensor | None, out: Tensor) -> None:
     assert_type(hd.local(x, hd.Split(1)), Tensor)
     assert_type(hd.reduce_scatter(x, 1, [1, 2], op="max"), Tensor)
     assert_type(hd.reduce(x, op="mean"), Tensor | None)
+    assert_type(hd.reduce(x, None), Tensor)
     assert_type(hd.all_reduce(x, out=out), Tensor)
     assert_type(hd.all_to_all(x, [1, 2], dim=1), tuple[Tensor, list[int]])
     assert_type(hd.all_to_all([x, x]), list[Tensor])
@@ -53,6 +54,9 @@ def structures(parts: list[Tensor], record: dict[str, Tensor], pair: tuple[Tenso
     assert_type(hd.concat(record, allow_pickle=True), dict[Any, Any])
     assert_type(hd.concat(pair), tuple[Any, ...])
     assert_type(hd.split(record), dict[Any, Any])
+    assert_type(hd.reduce(record, root=1), dict[Any, Any] | None)
+    assert_type(hd.reduce({"loss": 0.3}, root=None, op="mean", weights=3), dict[Any, Any])
+    assert_type(hd.reduce(record, root=None, async_op=True), hd.Handle[dict[Any, Any]])
     assert_type(hd.concat(3), Any)
 
 
