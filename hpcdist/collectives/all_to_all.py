@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from math import prod
-from typing import TYPE_CHECKING, Any, Literal, overload
+from math import inf, prod
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import numpy as np
 import torch
@@ -16,18 +16,25 @@ from hpcdist.collectives import results
 from hpcdist.collectives.kept import Movement, encode, prefix_of
 from hpcdist.collectives.run import Described, Plannable, run
 from hpcdist.collectives.split import key_of
+from hpcdist.collectives.structures import check_classes, classes_of
 from hpcdist.comm.team import Team
+from hpcdist.control import objects
+from hpcdist.control.codec import rebuild
 from hpcdist.layout import Box
 from hpcdist.routes.route import Alltoall, cut
 from hpcdist.runtime import world
 from hpcdist.tensors.blocks import Blocks, blocks
+from hpcdist.tensors.message import parse, whole
 from hpcdist.tensors.storage import as_bytes, row_major
+from hpcdist.tensors.tree import decode, flatten
 from hpcdist.validation import local
 from hpcdist.validation.collective import Agreed, Call
 
 if TYPE_CHECKING:
     from hpcdist.comm.team import GroupLike
     from hpcdist.runtime.background import Handle
+
+T = TypeVar("T")
 
 
 # fmt: off
@@ -36,12 +43,12 @@ def all_to_all(x: Tensor, counts: str | Sequence[int] | None = None, *, dim: int
                group: GroupLike | None = None, route: str = "auto",
                async_op: Literal[False] = False) -> tuple[Tensor, list[int]]: ...
 @overload
-def all_to_all(x: Sequence[Tensor], *, dim: int = 0,
-               group: GroupLike | None = None, route: str = "auto",
-               async_op: Literal[False] = False) -> list[Tensor]: ...
+def all_to_all(x: Sequence[T], *, dim: int = 0,
+               group: GroupLike | None = None, route: str = "auto", allow_pickle: bool = False,
+               async_op: Literal[False] = False) -> list[T]: ...
 @overload
 def all_to_all(x: Any, counts: str | Sequence[int] | None = None, *, dim: int = 0,
-               group: GroupLike | None = None, route: str = "auto",
+               group: GroupLike | None = None, route: str = "auto", allow_pickle: bool = False,
                async_op: Literal[True]) -> Handle[Any]: ...
 # fmt: on
 def all_to_all(
@@ -51,6 +58,7 @@ def all_to_all(
     dim: int = 0,
     group: GroupLike | None = None,
     route: str = "auto",
+    allow_pickle: bool = False,
     async_op: bool = False,
 ) -> Any:
     """Send a tensor to each rank of `group`, and receive one from each: no rank needs to know the sizes of others.
@@ -61,17 +69,19 @@ def all_to_all(
     Args:
         x: a list of tensors, one for each rank. They may differ in size along `dim`, which may be zero. Or one tensor,
             which is cut along `dim`. Any dtype and strides, on the CPU or a GPU. Dtype, number of dims, and the extents
-            other than `dim` must agree, also between ranks. A 0-d tensor counts as one row. Not a structure.
+            other than `dim` must agree, also between ranks. A 0-d tensor counts as one row. Or a list of
+            structures (see docs/do/data.md), which travel through host memory.
         counts: of one tensor, the extents of the parts for the ranks, or the name of a rule as in :func:`split`; None
             means the block rule.
         dim: the dimension along which sizes differ; may be negative. Must agree.
         group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None means all ranks. Must agree.
         route: "auto", "nccl", "gloo", "mpi" or "hdf5". Must agree.
+        allow_pickle: whether to send other objects in a structure as pickles. Must agree.
         async_op: whether to return a :class:`Handle` at once, and continue in the background. Must agree.
 
     Returns:
         On x's device: of a list, the list of what the ranks sent to this one, in rank order: contiguous tensors that
-        share new memory. Of one tensor, these joined along `dim`, and the list of their extents.
+        share new memory, or structures. Of one tensor, these joined along `dim`, and the list of their extents.
 
         If any rank needs a gradient, the gradient of a part flows back to the rank that sent it. Every rank must call
         backward.
@@ -90,7 +100,9 @@ def all_to_all(
         (tensor([ 0, 10]), [1, 1])                       # on rank 0; (tensor([ 1,  2, 11, 12]), [2, 2]) on rank 1
     """
 
-    return run(AllToAll(x, counts, dim, route), world.team_of(group), async_op)
+    several = isinstance(x, (list, tuple)) and not all(isinstance(part, Tensor) for part in x)
+    op = (AllToAllStructures if several else AllToAll)(x, counts, dim, route, allow_pickle)
+    return run(op, world.team_of(group), async_op)
 
 
 @dataclass(eq=False)
@@ -106,6 +118,7 @@ class AllToAll(Plannable):
     counts: Any
     dim: Any
     route: Any
+    allow_pickle: Any
     sent: Any = field(default=None, init=False)
     extents: list[int] = field(default_factory=list, init=False)
     out = None
@@ -202,3 +215,31 @@ class AllToAll(Plannable):
             return y, send, recv
 
         return results.allocate(self.name, team, self.sizes, make, self.agreed)
+
+
+@dataclass(eq=False)
+class AllToAllStructures(AllToAll):
+    """Exchange a list of structures, each as one message of bytes."""
+
+    def key(self) -> Hashable:
+        return None
+
+    def check(self, team: Team, call: Call) -> None:
+        self._trees = [flatten(part, bool(self.allow_pickle)) for part in self.x]
+        self.x = [whole(tree) for tree in self._trees]
+        super().check(team, call)
+        call.options = (("x", "a list of structures"), ("allow_pickle", bool(self.allow_pickle)))
+
+    def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
+        super().plan(team, call, agreed)
+        classes = objects.all_gather_object(team.comm, classes_of(self._trees))
+        check_classes(self.name, team, sorted(set().union(*classes), key=repr))
+        split, device = self.finish, team.settings.device
+        assert split is not None
+
+        def rebuilt(message: Tensor) -> Any:
+            header, packed = parse(message, inf)
+            tensors = header.unpack(packed, device)
+            return rebuild(header.spec, lambda kind, i: decode(kind, tensors[i], self.allow_pickle))
+
+        self.finish = lambda y: list(map(rebuilt, split(y)))

@@ -57,7 +57,7 @@ class JoinStructures(Joining):
         self._wholes: dict[tuple[int, ...], Tensor] = {}
         self._receivers: Sequence[int] = [call.root] if self.rooted else range(team.size)
         self._headers = headers = [MessageHeader.read(text) for text in _allgather_headers(team, call.header, agreed)]
-        _check_classes(self.name, team, _classes(headers))
+        check_classes(self.name, team, classes_of(headers))
         merge(self.name, [header.spec for header in headers], self._join, lambda rank, kind, i: None)
         used = {header.metas[i].on_gpu for header in headers for i in header.large}
         self._routes = _routes(self.name, team, call.route, agreed.kinds, used)
@@ -166,7 +166,7 @@ def _allgather_headers(team: Team, mine: bytes, agreed: Agreed) -> list[bytes]:
     return team.comm.allgather(mine)
 
 
-def _check_classes(verb: str, team: Team, classes: Sequence[Sequence[Any]]) -> None:
+def check_classes(verb: str, team: Team, classes: Sequence[Sequence[Any]]) -> None:
     """Check that every rank has imported all classes, with the same fields. Collective if there are any.
 
     Args:
@@ -181,7 +181,7 @@ def _check_classes(verb: str, team: Team, classes: Sequence[Sequence[Any]]) -> N
         objects.run_on_all(team.comm, verb, find_all)
 
 
-def _classes(structures: Sequence[MessageHeader] | Sequence[Tree]) -> list[Sequence[Any]]:
+def classes_of(structures: Sequence[MessageHeader] | Sequence[Tree]) -> list[Sequence[Any]]:
     return sorted(set().union(*(classes_in(one.spec) for one in structures)), key=repr)
 
 
@@ -225,9 +225,9 @@ class Distribution:
         for on_gpu in (False, True):
             sizes = [[held.nbytes[i] for i in held.large_of(on_gpu)] for held in self._contents]
             longest.append([max(round_) for round_ in zip_longest(*sizes, fillvalue=0)])
-        schedule = list(map(len, self._messages)), longest, _classes(call.trees)
+        schedule = list(map(len, self._messages)), longest, classes_of(call.trees)
         self._lengths, self._longest, classes = team.comm.bcast(schedule, call.root)
-        _check_classes(call.verb, team, classes)
+        check_classes(call.verb, team, classes)
         used = {on_gpu for on_gpu in (False, True) if self._longest[on_gpu]}
         self._routes = _routes(call.verb, team, call.route, kinds, used)
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from itertools import chain
-from math import prod
+from math import inf, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from hpcdist.layout import limits
 from hpcdist.process import machine
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import BARE, DTYPES, as_bytes, bits, copyable, of_bytes
+from hpcdist.tensors.tree import Tree
 
 SMALL = 2**16  # bytes: smaller tensors are packed, since a copy costs less than a message
 _ALIGN = 16  # bytes, for the largest dtype
@@ -36,7 +37,7 @@ class Meta(NamedTuple):
 
 
 class MessageContents:
-    """The tensors of a message.
+    """The tensors of a message; those of `small` bytes and more are sent by themselves.
 
     Attributes:
         metas: metadata of the tensors, by number.
@@ -44,23 +45,24 @@ class MessageContents:
         large: numbers of the tensors that are sent by themselves.
     """
 
-    def __init__(self, metas: list[Meta]) -> None:
+    def __init__(self, metas: list[Meta], small: float) -> None:
         self.metas = metas
         sizes = {dtype: dtype.itemsize for dtype in {meta[0] for meta in metas}}
         self.nbytes = [prod(shape) * sizes[dtype] for dtype, _, shape in metas]
-        self.large = [i for i, nbytes in enumerate(self.nbytes) if nbytes >= SMALL]
+        self.large = [i for i, nbytes in enumerate(self.nbytes) if nbytes >= small]
 
     @staticmethod
-    def of(tensors: Sequence[Tensor]) -> MessageContents:
+    def of(tensors: Sequence[Tensor], small: float | None = None) -> MessageContents:
         dtypes, on_gpu = tuple([x.dtype for x in tensors]), tuple([not x.is_cpu for x in tensors])
-        return _contents(SMALL, dtypes, on_gpu, tuple([x.shape for x in tensors]))
+        return _contents(SMALL if small is None else small, dtypes, on_gpu, tuple([x.shape for x in tensors]))
 
     @cached_property
     def sections(self) -> list[tuple[torch.dtype, list[int]]]:
         """Numbers of the small tensors of each dtype, the largest items first, so that all are aligned."""
         numbers: dict[torch.dtype, list[int]] = {}
-        for i, (nbytes, (dtype, _, _)) in enumerate(zip(self.nbytes, self.metas, strict=True)):
-            if nbytes < SMALL:
+        large = set(self.large)
+        for i, (dtype, _, _) in enumerate(self.metas):
+            if i not in large:
                 numbers.setdefault(dtype, []).append(i)
         return sorted(numbers.items(), key=lambda item: (-item[0].itemsize, DTYPES[item[0]]))
 
@@ -100,10 +102,10 @@ class MessageContents:
 
 @lru_cache(maxsize=8)  # programs send structures like the last one
 def _contents(
-    small: int, dtypes: tuple[torch.dtype, ...], on_gpu: tuple[bool, ...], shapes: tuple[tuple[int, ...], ...]
+    small: float, dtypes: tuple[torch.dtype, ...], on_gpu: tuple[bool, ...], shapes: tuple[tuple[int, ...], ...]
 ) -> MessageContents:
-    """Return the contents of tensors with these facts; `small` is SMALL, on which they depend."""
-    return MessageContents(list(map(Meta._make, zip(dtypes, on_gpu, shapes, strict=True))))
+    """Return the contents of tensors with these facts."""
+    return MessageContents(list(map(Meta._make, zip(dtypes, on_gpu, shapes, strict=True))), small)
 
 
 def encode(spec: Any, contents: MessageContents) -> bytes:
@@ -123,7 +125,7 @@ class MessageHeader(MessageContents):
         HpcdistError: if it is damaged.
     """
 
-    def __init__(self, text: bytes) -> None:
+    def __init__(self, text: bytes, small: float) -> None:
         try:
             content = json.loads(text)
             self.spec: Any = content["spec"]
@@ -132,7 +134,7 @@ class MessageHeader(MessageContents):
             raise HpcdistError(
                 "HD901", f"the header of a message is damaged: {type(error).__name__}: {error}"
             ) from error
-        super().__init__(metas)
+        super().__init__(metas, small)
 
     @staticmethod
     def read(text: bytes) -> MessageHeader:
@@ -143,9 +145,9 @@ class MessageHeader(MessageContents):
 
 
 @lru_cache(maxsize=8)  # programs receive structures like the last one
-def _header(small: int, text: bytes) -> MessageHeader:
+def _header(small: float, text: bytes) -> MessageHeader:
     """Return the header with this text; `small` as above."""
-    return MessageHeader(text)
+    return MessageHeader(text, small)
 
 
 def check_memory(nbytes: int) -> None:
@@ -213,8 +215,14 @@ def join(tensors: Sequence[Tensor], contents: MessageContents, text: bytes) -> T
     return whole
 
 
-def parse(message: Tensor) -> tuple[MessageHeader, Tensor]:
-    """Parse what join() returns: return the header, and the packed small tensors.
+def whole(tree: Tree) -> Tensor:
+    """Return one message of a structure and all of its tensors, for parse() with `small` as inf."""
+    contents = MessageContents.of(tree.tensors, inf)
+    return join(tree.tensors, contents, encode(tree.spec, contents))
+
+
+def parse(message: Tensor, small: float | None = None) -> tuple[MessageHeader, Tensor]:
+    """Parse what join() returns: return the header, and the packed small tensors; `small` as that of the contents.
 
     Raises:
         HpcdistError: if it is damaged. The sizes in the header are not checked yet.
@@ -222,7 +230,7 @@ def parse(message: Tensor) -> tuple[MessageHeader, Tensor]:
     length = int.from_bytes(message[:8].numpy().tobytes(), "little")
     if length > message.numel() - 8:
         raise HpcdistError("HD901", f"a message is damaged: {length} bytes of header in {message.numel()}")
-    header = _header(SMALL, message[8 : 8 + length].numpy().tobytes())
+    header = _header(SMALL if small is None else small, message[8 : 8 + length].numpy().tobytes())
     packed = message[_small_start(length) :]
     if packed.numel() != header.packed:
         raise HpcdistError(

@@ -258,8 +258,8 @@ def _explain(team: Team, call: Call) -> tuple[str, dict[int, str]]:
             expected = values[call.root] if all(given["root"] == call.root >= 0 for given in options) else None
         for rank, text in _deviations(name, values, expected).items():
             found.setdefault(rank, []).append(coded("HD301" if name in _EARLIER_CALLS else "HD303", text))
-        if name == "number of dims" and len({v for v in values if v is not None}) > 1:
-            break  # the shapes would only repeat the difference
+        if name in ("x", "number of dims") and len({v for v in values if v is not None}) > 1:
+            break  # what follows would only repeat the difference
     if not found:
         raise HpcdistError("HD901", f"the ranks' headers differ, but not their calls: {options}")
     return verbs[0], {rank: "; ".join(texts) for rank, texts in found.items()}
@@ -288,11 +288,11 @@ def _options(team: Team, call: Call) -> dict[str, Any]:
         "route": call.route,
         "root": call.root,
         "dim": call.dim_arg,
+        **{name: str(value) for name, value in call.options},
         "dtype": dtype and str(dtype),
         "number of dims": ndim,
         "shape": show_shape(shape) if shape else None,
         "counts": None if call.counts is None else str(call.counts),
-        **{name: str(value) for name, value in call.options},
         _EARLIER.format(kind): team.calls[team.foreground is team],
     }
 

@@ -217,7 +217,7 @@ def test_gradients(findings, rank, size, dim, route, async_op):
         (lambda xs: [[x.double() for x in xs]], "dtype is torch.float64"),
         (lambda xs: [[x[0] for x in xs]], "number of dims is 1"),
         (lambda xs: [[x[:, 1:] for x in xs]], "shape is (*, 2)"),
-        (lambda xs: [[*xs[:-1], {"x": xs[-1]}]], "] must be a torch.Tensor, got dict"),
+        (lambda xs: [[*xs[:-1], {"x": xs[-1]}]], "x is a list of structures, where"),
         (lambda xs: [xs, [1] * len(xs)], "counts is given, but x is a list"),
         (lambda xs: [torch.cat(xs)], "x is a tensor, where"),
         (lambda xs: [torch.cat(xs), [1]], "counts has 1 entries"),

@@ -99,7 +99,7 @@ def _round_trip(value, allow_pickle=False):
     """Through the bytes that would travel."""
     parts = tree.flatten(value, allow_pickle)
     contents = MessageContents.of(parts.tensors)
-    header = MessageHeader(message.encode(parts.spec, contents))
+    header = MessageHeader(message.encode(parts.spec, contents), message.SMALL)
     packed = message.pack(parts.tensors, contents)
     assert packed.numel() == header.packed
     places = header.unpack(packed, torch.device("cpu"))
