@@ -44,6 +44,7 @@ RUNS = {
     "split": Run(),
     "redistribute": Run(deadline=600),
     "structures": Run(quick=f"{_QUICK} 12", deadline=600),
+    "exchanges": Run(quick=f"{_QUICK} 25"),
     "overlap": Run(quick=f"{_QUICK} 12"),
     "backend": Run(quick=f"{_QUICK} 60"),
     "staging": Run((1, 2, 4), "--rounds 5 --layouts even,dim1 --seconds 40", 2400),

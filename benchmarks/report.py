@@ -356,6 +356,7 @@ TOPICS = {
     "verbs": ("concat, gather and split", ("concat", "gather", "split", "ranks")),
     "redistribute": ("redistribute", ("redistribute",)),
     "structures": ("Lists of tensors", ("structures",)),
+    "exchanges": ("reduce_scatter and all_to_all", ("exchanges",)),
     "overlap": ("Overlap", ("overlap",)),
     "backend": ("torch.distributed", ("backend",)),
     "staging": ("save and load", ("staging",)),

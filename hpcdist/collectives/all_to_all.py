@@ -176,8 +176,6 @@ class AllToAll(Plannable):
 
         assert self.kept is not None
         self.finish = self.kept.finish = finish
-        if several and not self.kept.inline:
-            self.kept = None
 
     def described(self, team: Team) -> Described:
         sent, received = (side.nbytes - side.counts[team.rank] for side in self._sides)

@@ -143,7 +143,7 @@ class Kept:
         activity.touch()
         vars(op).update(self._plan)
         op.sent, op.dest = op.x, op.out
-        if op.x is not None and op.x.dim() != self._ndim:
+        if isinstance(op.x, Tensor) and op.x.dim() != self._ndim:
             op.sent = op.x.view(1)
         try:  # a context would take time
             return op.forward(team)

@@ -33,7 +33,7 @@ class Plan:
         result: memory of this rank's result: "new", "pool", "shared", "out", "structure" (of several loaded tensors)
             or "none".
         reasons: the reasons for route and method. The same on all ranks.
-        shape: of the whole tensor; None if there are several tensors.
+        shape: of the whole tensor; in all_to_all, of this rank's result; None if there are several tensors.
         box: box of the whole tensor that this rank receives, of size 0 if it receives none; None as for `shape`.
         file_bytes: for :func:`hpcdist.staging.load`: bytes of data that this rank reads from the file. Bytes that it
             reads only to compare a checksum, or between short runs, are not counted.
