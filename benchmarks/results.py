@@ -46,6 +46,7 @@ WORDS = {
     "small": "1,000 small tensors to the next rank",
     "large": "10 tensors of 8 MiB to the next rank",
     "many": "16 tensors from every rank to all",
+    "metrics": "sums of 1,000 numbers in dicts",
     "mm": "products of matrices on this core",
     "sleep": "sleep: another device computes",
     "late": "products of matrices, rank 1 starts 50 ms late",

@@ -1,6 +1,7 @@
 """Send lists of tensors to another rank, or gather them on all ranks: compared with one by one, and with pickle.
+Reduce dicts of numbers: compared with an Allreduce of the same numbers in an array, and with pickle.
 
-mpirun -n 2 python benchmarks/structures.py --kinds small,large,many --sizes 64M
+mpirun -n 2 python benchmarks/structures.py --kinds small,large,many,metrics --sizes 64M
 
 By hand, receivers know the number of tensors in advance, and, except with pickle, their shapes and dtypes.
 """
@@ -16,6 +17,7 @@ from math import prod
 from typing import Any
 
 import harness
+import numpy as np
 import torch
 import torch.distributed as dist
 from harness import Step
@@ -28,7 +30,7 @@ from hpcdist.tools.timing import Contender
 
 # torch 2.13 has a new name for it; existing code uses this one.
 warnings.filterwarnings("ignore", ".*all_gather_into_tensor.* is deprecated", FutureWarning)
-TENSORS = {"small": 1000, "large": 10, "many": 16}  # per list
+TENSORS = {"small": 1000, "large": 10, "many": 16, "metrics": 1000}  # per list; numbers of a dict
 LARGE = 2**23  # bytes of each large tensor
 MPI_TYPES = {torch.float32: MPI.FLOAT, torch.int64: MPI.INT64_T}
 EXACT = 2**24  # up to here float32 holds every integer
@@ -124,6 +126,55 @@ def make_case(comm: MPI.Intracomm, kind: str, size: int = 0) -> Case:
         expected = make_tree(me - 1, shapes, dtypes) if me % 2 else None
     out = [] if what == "gather" or expected is None else [torch.full_like(x, -1) for x in expected]
     return Case(nbytes, kind, what, comm, shapes, dtypes, tree, expected, out)
+
+
+@dataclass(frozen=True)
+class Metrics(harness.Data):
+    """A dict of numbers that encode rank and key, the same in an array, and memory for their sums.
+
+    Attributes:
+        expected: the sum of each number over all ranks.
+    """
+
+    size: int
+    comm: MPI.Intracomm
+    x: dict[str, float]
+    array: np.ndarray[Any, Any]
+    out: np.ndarray[Any, Any]
+    expected: list[float]
+    skew: str = "metrics"
+    what: str = "reduce"
+
+    def reset(self) -> None:
+        self.out.fill(-1)
+
+    def correct(self, result: Any) -> bool:
+        return [*(result.values() if isinstance(result, dict) else result)] == self.expected
+
+    def intact(self) -> bool:
+        return [*self.x.values()] == [*self.array] == numbers(self.comm.rank)
+
+
+def numbers(rank: int) -> list[float]:
+    return [i + 0.5 * rank for i in range(TENSORS["metrics"])]
+
+
+def make_metrics(comm: MPI.Intracomm) -> Metrics:
+    mine, every = numbers(comm.rank), [numbers(rank) for rank in range(comm.size)]
+    x, array = {f"layers.{i}.loss": value for i, value in enumerate(mine)}, np.array(mine)
+    return Metrics(array.nbytes, comm, x, array, np.empty_like(array), [sum(of) for of in zip(*every, strict=True)])
+
+
+def reduce_mpi4py(case: Metrics) -> Any:
+    """The baseline: the numbers of all ranks in arrays, in the same order."""
+    case.comm.Allreduce(case.array, case.out)
+    return case.out
+
+
+def reduce_mpi4py_pickle(case: Metrics) -> dict[str, float]:
+    """mpi4py's lower-case allgather: pickle."""
+    dicts = case.comm.allgather(case.x)
+    return {key: sum(x[key] for x in dicts) for key in case.x}
 
 
 def message(x: Tensor) -> list[object]:
@@ -304,6 +355,12 @@ GATHERS = [
     Contender("gloo, one by one", gather_gloo),
     Contender(GLOO_OBJECT, gather_gloo_object),
 ]
+REDUCTIONS = [
+    Contender(BASELINE, reduce_mpi4py),
+    Contender(CONTROL, reduce_mpi4py),
+    Contender(HPCDIST_NEW, lambda case: hd.reduce(case.x, root=None)),
+    Contender(MPI4PY_PICKLE, reduce_mpi4py_pickle),
+]
 
 
 def main() -> None:
@@ -315,7 +372,9 @@ def main() -> None:
             raise SystemExit("ranks send in pairs: start an even number of them")
         steps = []
         for kind in asked.kinds:
-            if kind == "many":
+            if kind == "metrics":
+                steps.append(Step(make_metrics, REDUCTIONS))
+            elif kind == "many":
                 steps += [Step(partial(make_case, kind=kind, size=size), GATHERS) for size in asked.sizes]
             else:
                 steps.append(Step(partial(make_case, kind=kind), SENDS))

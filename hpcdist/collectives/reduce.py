@@ -128,27 +128,25 @@ def reduce(
 
     Arguments, order of additions and errors are those of :func:`hpcdist.reduce_scatter`; `x` may be 0-d, too.
 
-    A dict holds numbers (Python's or numpy's), small tensors, and dicts of these. Ranks may lack keys: a key is reduced
-    over the ranks that have it, where it must be a number of the same kind (a float, or an int, as which bools count;
-    for a mean, any), or a tensor of the same shape and dtype. Floats are computed in float64 on the host, and rounded
-    to the tensor's dtype at the end; integers in 64 bits, which wrap around. Ranks exchange their keys in the first
-    call, and again after any rank's have changed. For large tensors, reduce them one by one.
+    A dict holds numbers (Python's or numpy's), small tensors, and dicts. A key is reduced over the ranks that have it,
+    where it must be a float, an int (or bool), any of these for a mean, or a tensor of the same shape and dtype.
+    Floats are computed in float64 on the host, and rounded at the end; integers in 64 bits, which wrap around. Ranks
+    exchange keys in the first call, and when any change.
 
     Args:
-        x: a tensor or dict. All ranks pass the same of both.
-        root: the rank in `group` that receives; None: every rank does. Must agree.
-        weights: this rank's weight in the mean of dicts, such as its number of samples; by default 1. Values of a rank
-            with weight 0 do not count, even if they are NaN; a key has NaN if no rank with it has a weight.
+        x: a tensor, or a dict on all ranks.
+        root: the rank in `group` that receives; None: every rank. Must agree.
+        weights: this rank's weight in a mean of dicts, by default 1. The values of a rank with weight 0 do not count,
+            even NaN; where no rank has a weight, the mean is NaN.
         out: as there; not for dicts.
 
     Returns:
-        On the receivers, a new contiguous tensor of x's shape (or `out`, given there alone); None on other ranks.
-        Of dicts, a new dict with all keys, in the order in which they appear first in rank order. Numbers are Python's,
-        tensors on this rank's GPU or CPU as they were.
+        On receivers, a new contiguous tensor of x's shape (or `out`, given there alone); None on other ranks.
+        Of dicts, a dict of all keys, those of rank 0 first. Numbers are Python's; tensors have no gradient, and are on
+        the GPU if they were.
 
         If any rank needs a gradient, every rank must call backward, as after :func:`hpcdist.gather`: the gradient of
-        `x` on every rank is that of the root's result; for a mean, divided by the number of ranks. Dicts have no
-        gradients: of tensors that require one, the values are reduced.
+        `x` on every rank is that of the root's result; for a mean, divided by the number of ranks.
 
     Examples, on 3 ranks::
 
