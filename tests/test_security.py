@@ -19,6 +19,7 @@ COMMS = ["comm", "local", "node", "leaders", "header_comm", "data_comm", "side_c
 PLAIN = {  # what this package itself has to say to the job's other ranks; headers of structures are bytes in it
     *("control/objects.py", "collectives/split.py", "collectives/structures.py", "staging/writer.py"),
     *("collectives/redistribute.py", "comm/node_memory.py", "watch/watcher.py"),
+    *("collectives/all_to_all.py", "collectives/metrics.py"),
 }
 
 
