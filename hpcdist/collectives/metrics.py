@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain, islice, repeat
 from operator import countOf
@@ -30,6 +29,7 @@ from hpcdist.validation.collective import Agreed, Call
 from hpcdist.validation.local import ArgumentError, call_of, show
 
 Path = tuple[Any, ...]  # the keys that lead to a value
+_MOST = 8  # dicts with other keys that a team keeps
 _INTEGERS = (int, np.integer, np.bool_)
 _NEUTRAL = {  # what a rank without a key contributes: as a float, as an int
     "sum": (-0.0, 0),
@@ -115,9 +115,10 @@ class ReduceDict(Operation):
         if self._problem is not None:
             raise self._problem
         local.check_dict(self, team, call)
+        self._digest = blake2b(repr(self._node).encode(), digest_size=16).digest()
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
-        first, found = _exchange(self.name, team, self._node)
+        first, found = _exchange(self.name, team, self._node, self._digest)
         problems: dict[int, str] = {}
         holders: dict[Path, frozenset[int]] = {}
         self._union = _merge(found, (), holders, problems)
@@ -142,6 +143,8 @@ class ReduceDict(Operation):
             inner = self._reduction("all_reduce" if root is None else "reduce", x, how, self.route, None, root=root)
             inner.plan(team, call_of(inner.name, inner.check, team), agreed)
             self._parts.append((real, inner, words, np.array(mine, int), held, np.array(which, int)))
+        for old in [key for key in team.repeats if key[0] == "a dict"][: 1 - _MOST]:  # which may be large
+            del team.repeats[old]
         self.kept = Kept(team, None, -1, None, 0)
 
     def forward(self, team: Team) -> Any:
@@ -172,7 +175,7 @@ def _flatten(x: dict[Any, Any], path: str, mean: bool, floats: list[Any], ints: 
         return Node(names)
     parts: list[Any] = []
     for name, value in x.items():
-        where = f"{path}[{name!r}]"
+        where, first = f"{path}[{name!r}]", len(ints)
         if isinstance(value, dict):
             parts.append(_flatten(value, where, mean, floats, ints))
         elif isinstance(value, Tensor):
@@ -185,29 +188,34 @@ def _flatten(x: dict[Any, Any], path: str, mean: bool, floats: list[Any], ints: 
             (floats if real else ints).extend((tensor.double() if real else tensor).reshape(-1).tolist())
         elif isinstance(value, (float, np.floating)) or (mean and isinstance(value, _INTEGERS)):
             parts.append(_FLOAT)
-            floats.append(value)
+            try:
+                floats.append(float(value))
+            except OverflowError as error:
+                raise ArgumentError("HD202", f"{where}: {error}") from None
         elif isinstance(value, _INTEGERS):
             parts.append(_INT)
             ints.append(int(value))
         else:
             raise ArgumentError("HD202", f"{where} is {show(value)}, expected a number, a tensor or a dict")
-        if ints and not -(2**63) <= ints[-1] < 2**63:
-            raise ArgumentError("HD202", f"{where} is {ints[-1]}, expected an integer of 64 bits")
+        for number in ints[first:]:
+            if not -(2**63) <= number < 2**63:
+                raise ArgumentError("HD202", f"{where} is {show(number)}, expected an integer of 64 bits")
     return Node.of(names, parts)
 
 
-def _exchange(verb: str, team: Team, node: Node) -> tuple[list[int], dict[int, Node]]:
+def _exchange(verb: str, team: Team, node: Node, digest: bytes) -> tuple[list[int], dict[int, Node]]:
     """Exchange the descriptions of the dicts. Collective.
 
     Returns:
         For each rank the first one with the same description; and the descriptions of those.
     """
-    digests = team.comm.allgather(blake2b(repr(node).encode(), digest_size=16).digest())
+    digests = team.comm.allgather(digest)
     first = [digests.index(digest) for digest in digests]
     nodes: Sequence[Any] = [node]
     if any(first):
         nodes = objects.all_gather_object(team.comm, node if first[team.rank] == team.rank else None, verb)
-    return first, {rank: nodes[rank] for rank in dict.fromkeys(first)}
+    # This rank's own is not a copy, which might differ: NaN is a key that equals no copy.
+    return first, {rank: nodes[rank] for rank in dict.fromkeys(first)} | {first[team.rank]: node}
 
 
 def _merge(found: dict[int, Node], path: Path, holders: dict[Path, frozenset[int]], problems: dict[int, str]) -> Node:
@@ -230,17 +238,10 @@ def _merge(found: dict[int, Node], path: Path, holders: dict[Path, frozenset[int
     return Node.of(names, parts)
 
 
-@lru_cache(maxsize=64)
-def _empty(names: tuple[Any, ...]) -> dict[Any, Any]:
-    return dict.fromkeys(names)
-
-
 def _filled(node: Node, values: dict[bool, Iterator[Any]], device: torch.device) -> dict[Any, Any]:
     """Build the dict that `node` describes, of the next values."""
     if not node.parts:
-        filled = _empty(node.names).copy()  # takes half the time of a dict that grows
-        filled.update(zip(node.names, values[True], strict=False))
-        return filled
+        return dict(zip(node.names, values[True], strict=False))
     return {name: _value(part, values, device) for name, part in node.items()}
 
 

@@ -314,6 +314,7 @@ class Reduce(Plannable):
 
     def backward(self, team: Team, grad: Tensor) -> Tensor | None:
         if self.verb == "all_reduce":
+            self.transfer = None  # that of the call may be the background's
             return self._move(team, grad, None)
         cut = self._blocks
         if not self._scatters:  # the whole comes from the root

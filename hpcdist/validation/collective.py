@@ -286,7 +286,7 @@ def _options(team: Team, call: Call) -> dict[str, Any]:
     kind = "with" if team.foreground is team else "without"
     return {
         "route": call.route,
-        "root": call.root,
+        "root": call.root if call.root >= 0 else "None",
         "dim": call.dim_arg,
         **{name: str(value) for name, value in call.options},
         "dtype": dtype and str(dtype),

@@ -189,7 +189,7 @@ def check_reduction(op: Any, team: Team, call: Call) -> None:
 def check_dict(op: Any, team: Team, call: Call) -> None:
     """Check the arguments of a reduction of dicts besides `x` and its weight."""
     call.route = _route(op.route)
-    call.options = (("x", "a dict"), ("op", _reduction(op.op)), ("root", op.root))
+    call.options = (("x", "a dict"), ("op", _reduction(op.op)))
     if op.root is not None:
         call.root = _root(op.root, team.size)
     if op.out is not None:
@@ -210,7 +210,7 @@ def weight_of(weight: Any, op: Any) -> float:
 def _reduction(op: Any) -> str:
     if not (isinstance(op, str) and op in REDUCTIONS):
         raise ArgumentError("HD201", f"op is {show_repr(op)}, expected one of {', '.join(REDUCTIONS)}")
-    return op
+    return str.__str__(op)  # not another class that is equal, and has another digest
 
 
 def check_layouts(op: Any, call: Call) -> None:

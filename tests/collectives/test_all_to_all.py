@@ -247,3 +247,17 @@ def test_backward_of_other_calls_in_other_orders(rank, size):
     first, second = hd.all_to_all(x)[0], hd.all_to_all([x[:1]] * size)[0]
     refused("the result", lambda: (first if rank else second).sum().backward())
     goes_on()
+
+
+def test_parts_may_be_written(findings, rank, size):
+    """Each by itself, although they share memory, also where they have a gradient."""
+    leaf = torch.arange(3.0 * size, dtype=torch.float64).requires_grad_()
+    got = hd.all_to_all(list((leaf * (rank + 1)).split(3)))
+    got[0].mul_(10)
+    expected = [
+        torch.arange(3.0 * rank, 3.0 * rank + 3) * (source + 1) * (1 if source else 10) for source in range(size)
+    ]
+    findings.check(all(torch.equal(a, b.double()) for a, b in zip(got, expected, strict=True)), got)
+    sum(((part * (rank + 1)).sum() for part in got), torch.zeros(())).backward()
+    by_dest = torch.arange(1.0, size + 1).repeat_interleave(3) * (rank + 1) * (10 if rank == 0 else 1)
+    findings.check(torch.equal(leaf.grad, by_dest.double()), leaf.grad)

@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from cases import EXTENTS, STRIDES, extents_of, part, rows, same_bits, strides_for
@@ -180,4 +181,29 @@ def test_arguments_that_are_wrong_or_differ_on_one_rank(rank, size):
     ):
         refused(text, call, *args, what=str(args), **options)
     raises_on_all_ranks(hd.RankError, lambda: hd.concat(x) if last else hd.all_reduce(x))
+    goes_on()
+
+
+def test_backward_while_the_background_works(findings, world, rank, size):
+    """Of a call of the background: by the messages of the foreground."""
+    for turn in range(4):
+        x = torch.full((100_000,), rank + 1.0, dtype=torch.float64, requires_grad=True)
+        whole = hd.all_reduce(x, async_op=True).wait(60)
+        others = [hd.concat(torch.full((20_000 + i,), float(turn)), async_op=True) for i in range(20)]
+        (whole.sum() * (rank + 1)).backward()
+        findings.check(all((other.wait(60) == turn).all() for other in others), "the others")
+        findings.check((x.grad == size * (size + 1) / 2).all(), x.grad)
+
+
+@several_ranks
+def test_after_arguments_that_are_equal_but_of_another_type(rank, size):
+    """What one rank has made of them is not kept for the next call."""
+    last = rank == size - 1
+    for name, other, call in (
+        ("op", np.str_("sum"), lambda op: hd.all_reduce(torch.ones(3), op).tolist()),
+        ("root", np.int64(0), lambda root: hd.reduce({"a": 1.0}, 0 if root == "sum" else root)),
+        ("root", np.int64(0), lambda root: hd.reduce(torch.ones(3), 0 if root == "sum" else root)),
+    ):
+        first = call(other if last else "sum")
+        assert str(call("sum")) == str(first), name
     goes_on()

@@ -174,6 +174,12 @@ def test_arguments_that_are_wrong_or_differ_on_one_rank(rank, size):
         ("x['a'] is a float, where rank 0 has an int", ({"a": 1.0 if last else 1},), {}),
         ("x['a'] is a dict, where rank 0 has a float", ({"a": {} if last else 1.0},), {}),
         ("an integer of 64 bits", ({"a": 2**63 if last else 1},), {}),
+        (
+            "x['a'] is int 18446744073709551615, expected",
+            ({"a": torch.tensor([2**64 - last, 3][:2], dtype=torch.uint64)} if last else {"a": 1},),
+            {},
+        ),
+        ("x['a']: int too large", ({"a": 10**400 if last else 1}, None, "mean"), {}),
         ("[HD202]", ({"a": torch.ones(2, dtype=torch.cfloat)},), {}),
         ("[HD202]", ({"a": torch.ones(2, dtype=torch.int64)}, None, "mean"), {}),
         ("[HD201]", (x, None, "median" if last else "sum"), {}),
@@ -195,6 +201,11 @@ def test_arguments_that_are_wrong_or_differ_on_one_rank(rank, size):
     itself = {}
     itself["a"] = itself if last else {}
     refused("RecursionError", hd.reduce, itself, None)
+    deep = {"a": 1.0}
+    for _ in range(450 if last else 0):
+        deep = {"a": deep}
+    refused("", hd.reduce, deep, None)
+    assert str(hd.reduce({float("nan"): 1.0, rank: 2.0}, None)).count("nan") >= 1
     raises_on_all_ranks(hd.RankError, lambda: hd.concat(torch.ones(2)) if last else hd.reduce(x, None))
     goes_on()
 
