@@ -143,7 +143,8 @@ class ReduceDict(Operation):
             inner = self._reduction("all_reduce" if root is None else "reduce", x, how, self.route, None, root=root)
             inner.plan(team, call_of(inner.name, inner.check, team), agreed)
             self._parts.append((real, inner, words, np.array(mine, int), held, np.array(which, int)))
-        for old in [key for key in team.repeats if key[0] == "a dict"][: 1 - _MOST]:  # which may be large
+        dicts = [key for key in team.repeats if type(key) is tuple and key[0] == "a dict"]
+        for old in dicts[: 1 - _MOST]:  # they may be large
             del team.repeats[old]
         self.kept = Kept(team, None, -1, None, 0)
 

@@ -12,6 +12,7 @@ from collective import goes_on, raises_on_all_ranks, refused, several_ranks
 
 import hpcdist as hd
 from hpcdist.routes.route import Route
+from hpcdist.runtime.world import team_of
 
 STEPS = {"sum": lambda x, y: x + y, "prod": lambda x, y: x * y, "min": min, "max": max}
 pytestmark = pytest.mark.mpi
@@ -208,6 +209,18 @@ def test_arguments_that_are_wrong_or_differ_on_one_rank(rank, size):
     assert str(hd.reduce({float("nan"): 1.0, rank: 2.0}, None)).count("nan") >= 1
     raises_on_all_ranks(hd.RankError, lambda: hd.concat(torch.ones(2)) if last else hd.reduce(x, None))
     goes_on()
+
+
+def test_few_are_kept_beside_other_calls(findings, rank, size):
+    """They may be large."""
+    planned = hd.plan(hd.split, torch.arange(size) if rank == 0 else None)
+    for turn in range(20):
+        findings.same(planned(torch.arange(size) if rank == 0 else None), torch.tensor([rank]), "a plan")
+        for count in (turn, 0):
+            got = hd.reduce({str(i): rank for i in range(count + 1)}, None)
+            findings.check(got == {str(i): sum(range(size)) for i in range(count + 1)}, got)
+    kept = [key for key in team_of().repeats if type(key) is tuple and key[0] == "a dict"]
+    findings.check(2 <= len(kept) <= 8, len(kept))
 
 
 def test_group_and_tensors_on_every_rank(findings, world, rank, size):
