@@ -23,6 +23,7 @@ COMM = MPI.COMM_WORLD
 
 
 def main(folder):
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)  # PYTHONUNBUFFERED makes two writes of a line
     results = []
     space = {}
     for i, step in enumerate(json.loads((folder / "task.json").read_text())):

@@ -67,7 +67,6 @@ def mpirun(
         _begun.add(folder)
         quick = False
     args = ("-c", textwrap.dedent(code)) if code else args
-    env = {"PYTHONUNBUFFERED": "", **(env or {})}  # with which a line would be two writes, between which ranks mix
     return run([*(launcher(np) if np else []), *(python() if quick else [sys.executable]), *args], cwd=cwd, env=env)
 
 
