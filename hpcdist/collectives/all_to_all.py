@@ -99,7 +99,6 @@ def all_to_all(
         >>> hd.all_to_all(x, [1, 2])
         (tensor([ 0, 10]), [1, 1])                       # on rank 0; (tensor([ 1,  2, 11, 12]), [2, 2]) on rank 1
     """
-
     several = isinstance(x, (list, tuple)) and not all(isinstance(part, Tensor) for part in x)
     op = (AllToAllStructures if several else AllToAll)(x, counts, dim, route, allow_pickle)
     return run(op, world.team_of(group), async_op)
@@ -129,7 +128,7 @@ class AllToAll(Plannable):
 
     def check(self, team: Team, call: Call) -> None:
         xs = local.check_exchange(self, team, call)
-        local.put_all_inline(call, team, xs, encode(self.extents))
+        local.put_inline(call, team, encode(self.extents), xs=xs)
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
         assert call.x is not None and call.tensor is not None

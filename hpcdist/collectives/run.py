@@ -38,7 +38,6 @@ class Operation(ABC):
         route: name of the route that the caller passed; unvalidated.
         grad: whether the result has a gradient for any rank, as agreed by all ranks.
         which: number of the result among the team's results with a gradient, as text.
-        call: the call, if its arguments have been validated.
         kept: the call as its team keeps it; None if it is planned for every call.
         unrouted: the route that a trace shows for a call without one.
         own: attributes that belong to one call, and are not kept for the next one like it.
@@ -51,7 +50,6 @@ class Operation(ABC):
     route: Any
     grad = False
     which = ""
-    call: Call | None = None
     kept: Kept | None = None
     unrouted = "headers"
     own: tuple[str, ...] = ("x", "out", "sent", "dest", "kept")
@@ -66,7 +64,7 @@ class Operation(ABC):
                 result = known.take(self.out) if known.inline else known.again(self, team)
                 return result if known.finish is None else known.finish(result)
             exchanged = True  # another rank's call is not the same as before
-        call = self.call or call_of(self.name, self.validate, team)
+        call = call_of(self.name, self.validate, team)
         agreed = collective.exchange(team, call, exchanged)
         self.grad = agreed.grad
         try:

@@ -25,7 +25,6 @@ from hpcdist.validation.collective import LOSES_GRADIENT, Call, show_shape
 
 REDUCTIONS = {"sum": "SUM", "mean": "AVG", "min": "MIN", "max": "MAX", "prod": "PRODUCT"}  # what torch calls them
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # numpy computes these, in host memory
-_NOT_ROOT = "out is given, but only the root (rank {}) receives a result"
 LIKE = "a {} tensor of shape {} on {}"
 
 
@@ -73,21 +72,16 @@ def check_shard(op: Any, team: Team, call: Call) -> None:
     if op.rooted:
         call.root = _root(op.root, team.size)
     call.route = _route(op.route)
-    if op.out is not None:
-        if call.root not in (-1, team.rank):
-            raise ArgumentError("HD211", _NOT_ROOT.format(op.root))
-        _check_out(call, op.out)
+    _check_out(op, team.rank, call)
     put_inline(call, team)
 
 
-def put_inline(call: Call, team: Team, *head: bytes) -> None:
-    """Put `head`, and data that are small, in host memory, and sent by MPI, behind the header of the call."""
-    assert call.x is not None
-    put_all_inline(call, team, [call.x], *head)
-
-
-def put_all_inline(call: Call, team: Team, xs: Sequence[Tensor], *head: bytes) -> None:
-    """Do so with the data of several tensors."""
+def put_inline(call: Call, team: Team, *head: bytes, xs: Sequence[Tensor] = ()) -> None:
+    """Put `head`, and the data of `xs` (by default of the call's tensor) behind the header of the call, if they are
+    small, in host memory, and sent by MPI."""
+    if not xs:
+        assert call.x is not None
+        xs = [call.x]
     call.inline, nbytes = head or None, sum(map(len, head)) + sum([x.nbytes for x in xs])
     if call.kind == MemoryKind.CPU and call.route in ("auto", "mpi") and nbytes <= team.inline:
         call.inline = (*head, *[x if x.is_contiguous() else storage.row_major(x) for x in xs])
@@ -146,8 +140,7 @@ def check_split(op: Any, rank: int, size: int, on_gpu: bool, call: Call) -> None
         call.x = describe(call, op.x, op.dim, "x")
         call.grad = op.x.requires_grad and _needs_grad(op.x, op.out)
         layout.counts_of(call.counts, call.extent, size)
-        if op.out is not None:
-            _check_out(call, op.out)
+        _check_out(op, rank, call)
     else:
         call.kind = MemoryKind.GPU if on_gpu else MemoryKind.CPU
         call.trees = cut(_tree(op), call.dim_arg, call.counts, size)
@@ -178,10 +171,7 @@ def check_reduction(op: Any, team: Team, call: Call) -> None:
     if call.grad and op.op not in ("sum", "mean"):
         text = f"x requires a gradient, but op {op.op!r} has none: use sum or mean, or torch.no_grad()"
         raise ArgumentError("HD208", text)
-    if op.out is not None:
-        if call.root not in (-1, team.rank):
-            raise ArgumentError("HD211", _NOT_ROOT.format(op.root))
-        _check_out(call, op.out)
+    _check_out(op, team.rank, call)
     call.tensor = (dtype, op.x.dim(), tuple(op.x.shape))
     put_inline(call, team)
 
@@ -314,8 +304,13 @@ def ready(x: Any, name: str) -> Tensor:
     return _writable(x) if name == "out" else storage.resolved(x)
 
 
-def _check_out(call: Call, out: Any) -> None:
-    """Check `out` against the tensor of this rank's call; its extent is checked once all extents are known."""
+def _check_out(op: Any, rank: int, call: Call) -> None:
+    """Check `out`, if there is one, against this rank's tensor; its extent is checked once all extents are known."""
+    out = op.out
+    if out is None:
+        return
+    if call.root not in (-1, rank):
+        raise ArgumentError("HD211", f"out is given, but only the root (rank {op.root}) receives a result")
     assert call.tensor is not None and call.x is not None
     wanted, given = call.tensor[2], Call("")
     if not isinstance(out, Tensor) or (out.dim() or 1) == len(wanted):
