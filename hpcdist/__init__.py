@@ -10,7 +10,7 @@ from hpcdist.process.startup import COMMAND, __version__, require  # noqa: F401
 if COMMAND not in ("explain", "stage-env"):
     require()  # before other imports trip over what is too old
 
-    from hpcdist import layout, staging, torch_names
+    from hpcdist import data, layout, staging, torch_names
     from hpcdist.collectives.all_to_all import all_to_all
     from hpcdist.collectives.plans import plan
     from hpcdist.collectives.redistribute import balance, local, redistribute
@@ -28,7 +28,7 @@ if COMMAND not in ("explain", "stage-env"):
 
     __all__ = [
         "Block", "Boxes", "FileError", "Handle", "HangError", "HpcdistError", "LaunchError", "Plan",
-        "RankError", "Replicate", "Split", "World", "all_reduce", "all_to_all", "balance", "concat", "current",
+        "RankError", "Replicate", "Split", "World", "all_reduce", "all_to_all", "balance", "concat", "current", "data",
         "finalize", "gather", "init", "irecv", "isend", "layout", "local", "memory", "plan", "recv",
         "redistribute", "reduce", "reduce_scatter", "send", "split", "staging",
     ]  # fmt: skip

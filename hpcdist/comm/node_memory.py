@@ -158,10 +158,11 @@ class Window:
 
     Attributes:
         bytes: memory to write into during the call that took it; all ranks of the node see it.
+        block: the block itself, for processes that this rank starts.
     """
 
     def __init__(self, block: SharedBlock, in_use: memoryview, at: int) -> None:
-        self.bytes = block.shared()
+        self.block, self.bytes = block, block.shared()
         # torch keeps this array alive as long as any tensor on it.
         self._array = block.private()
         weakref.finalize(self._array, _leave, in_use, at, os.getpid()).atexit = False

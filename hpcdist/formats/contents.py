@@ -66,11 +66,13 @@ class Stored(Described):
         raw: where its bytes lie, if they are one run of a file.
         parts: where they lie, if they are in parts. With neither, only its format's library can read it.
         pieces: the table of its pieces, if hpcdist wrote it: "offset", "shape", "xxh3_64" and "rank".
+        chunk: rows that its format's library reads together; 1 if it need not.
     """
 
     raw: Raw | None = None
     parts: FileParts | None = None
     pieces: Table | None = None
+    chunk: int = 1
 
     @cached_property
     def boxes(self) -> Listed:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
@@ -318,7 +318,7 @@ def _stored(
                 raise FileError("HD404", f"{path}: truncated: {name} ends after the end of the file")
             if dataset.get_type() == _type_of(dtype):
                 where = Raw(path, start, shape, dtype)
-        found[name] = Stored(name, shape, dtype, where, None, table)
+        found[name] = Stored(name, shape, dtype, where, None, table, chunks[0] if chunks else 1)
     return found, external, others
 
 
@@ -471,6 +471,28 @@ def _not_followed(group: Any, name: bytes) -> str | None:
 
 def _text(name: bytes) -> str:
     return name.decode(errors="surrogateescape")
+
+
+@contextmanager
+def rows_of_lengths(path: str, name: str) -> Iterator[tuple[int, torch.dtype, Callable[[int, int], list[Any]]]]:
+    """A dataset of HDF5's variable length: its rows, their dtype, and what reads some of them, each a numpy array.
+
+    Raises:
+        FileError: it is not such a dataset, or not one of numbers.
+    """
+    import h5py
+
+    with file_errors(f"{path}: {name}"), opened(path) as file:
+        dataset = file[name] if _is_hard(file, name) else None
+        base = None if dataset is None else h5py.check_vlen_dtype(dataset.dtype)
+        dtype = None if base is None else tensor_dtype(np.dtype(base))
+        if dataset is None or dtype is None or len(dataset.shape) != 1:
+            raise FileError("HD408", f"{path}: holds no tensor {name!r}, nor numbers of variable length")
+        if (why := _external(dataset.id.get_create_plist())) is not None:
+            raise FileError("HD511", f"{path}: {name} {why}")
+        yield len(dataset), dtype, lambda start, stop: [
+            np.asarray(row, stored_dtype(dtype)) for row in dataset[start:stop]
+        ]
 
 
 def attributes(path: str, name: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import os
 import tempfile
 import time
 import warnings
+import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -143,6 +144,8 @@ class World:
             RankError: on all ranks, if another rank calls a verb instead.
         """
         if _world is self:
+            for loop in list(leaving):
+                loop.leave()
             with activity.InCall("finalize", self._context.team), abort.InStep("finalize", self.world_size):
                 # If it is refused, it can be repeated: nothing has been freed yet.
                 collective.exchange(self._context.team, Call(collective.LEAVE))
@@ -199,6 +202,7 @@ class Asked(NamedTuple):
 
 
 _world: World | None = None
+leaving: weakref.WeakSet[Any] = weakref.WeakSet()  # loops over batches, whose leave() is called before the world ends
 
 
 def environ() -> MutableMapping[str, str]:

@@ -1,0 +1,307 @@
+"""Loader: batches of a shuffled epoch on every rank, made ahead of the step where that takes time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcdist import activity
+from hpcdist.comm.team import Team
+from hpcdist.comm.worker import Worker
+from hpcdist.control import objects
+from hpcdist.data.dataset import BLOCK, Dataset, take
+from hpcdist.data.sampler import Order, Sampler
+from hpcdist.data.segments import Column, Places, Segment, merged
+from hpcdist.errors import RankError, coded, described, refusal
+from hpcdist.process import abort
+from hpcdist.runtime import world
+from hpcdist.runtime.background import Handle, check_threads, submit
+from hpcdist.tensors import accelerator
+from hpcdist.validation.collective import Call, exchange
+
+if TYPE_CHECKING:
+    from hpcdist.layout.box import Ints
+
+VERB = "data.Loader"
+WINDOW = 2**30  # bytes
+_RAGGED = ("list", "nested", "padded")
+
+
+class Loader:
+    """Shuffled batches of the samples of a :class:`Dataset`, on every rank: an iterable, as torch's DataLoader.
+
+    Collective over the ranks of `data`, as is each batch: all ranks make the same loop, and have as many batches as
+    each other. The order of all samples depends on the data, `seed` and the epoch, not on the number of ranks or nodes:
+    of each batch of all ranks, rank 0 gets the first samples. With `keep` "node" and "job" it is one permutation. With
+    "file" the blocks of the files come in random order, and the samples of consecutive blocks are shuffled, `window`
+    bytes of them. Each block is read once an epoch, while the samples before it are used.
+
+    Batches are made ahead, one at a time, unless all that takes is a copy in the memory of this node. Each node has the
+    data once ("node"), its share of them ("job"), or its share of two windows ("file"); and each rank two batches.
+
+    Iterating gives the next epoch each time. :meth:`epoch` gives one by number.
+
+    Args:
+        data: what :func:`open` returns.
+        batch_size: samples of a batch: of each rank, or with `split_batches` of all ranks.
+        seed: integer that chooses the shuffle. Must agree, as all others.
+        split_batches, shuffle, drop_last, even: as those of :class:`Sampler`.
+        ragged: the form of samples that differ in length: a "list" of tensors, a "nested" tensor of torch's jagged
+            layout, or one tensor "padded" with zeros.
+        transform: called with each batch; returns what takes its place.
+        device: where batches go, such as ``world.device``: a GPU gets them by pinned memory before the step needs them.
+        window: with `keep` "file", bytes of the samples that are shuffled together, 1 GiB by default.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+        RankError: on every rank, from the next batch: arguments differ, a `transform` has raised on one rank, a file
+            has gone or changed, or a rank has left the loop or called something else. The job can continue.
+
+    Example::
+
+        >>> loader = hd.data.Loader(data, batch_size=64)
+        >>> for epoch in range(loader.next_epoch, 10):
+        ...     for x, y in loader.epoch(epoch):
+        ...         ...
+        >>> state = loader.state_dict()              # also in the middle of an epoch
+    """
+
+    def __init__(
+        self,
+        data: Dataset,
+        batch_size: int,
+        seed: int = 0,
+        *,
+        split_batches: bool = False,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        even: Literal["pad", "short"] = "pad",
+        ragged: Literal["list", "nested", "padded"] = "list",
+        transform: Callable[[Any], Any] | None = None,
+        device: torch.device | str | None = None,
+        window: int = WINDOW,
+    ) -> None:
+        if not isinstance(data, Dataset) or data.team is None:
+            raise refusal(TypeError, "HD419", f"data is a {type(data).__name__}, expected what data.open() returns")
+        if ragged not in _RAGGED or window < 1:
+            what = f"ragged is {ragged!r} and window {window}"
+            raise refusal(ValueError, "HD419", f"{what}, expected one of {', '.join(_RAGGED)}, and bytes")
+        self._comm = data.team.comm.Dup()
+        self._team = world.team_of(self._comm)
+        self.sampler = Sampler(
+            data, batch_size, seed, split_batches=split_batches, shuffle=shuffle, drop_last=drop_last, even=even,
+            group=self._comm,
+        )  # fmt: skip
+        self.dataset, self.batch_size = data, batch_size
+        self._ragged, self._transform = ragged, transform
+        self._device = torch.device("cpu" if device is None else device)
+        self._files = None
+        if data.keep == "file":
+            self._files = _Files(self._team, data, max(1, window // BLOCK))
+            self.sampler.blocks(data.cuts, self._files.window)
+        self._whole = len(Places.of(self._team, data.keep != "node").nodes) == 1
+        lengthy = transform is not None or data.transform is not None or self._device.type != "cpu"
+        self._ahead = self._files is not None or not self._whole or lengthy
+        self._left: Future[None] | None = None  # the message that this rank has left the loop
+        self._running, self._in_loop = 0, False
+        if self._team.size > 1:
+            check_threads()
+            world.leaving.add(self)
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch with which to go on."""
+        return self.sampler.next_epoch
+
+    def __len__(self) -> int:
+        """The number of batches of a whole epoch."""
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.epoch(self.sampler.next_epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be this epoch."""
+        self.sampler.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return a few integers, the same on all ranks: how far the batches go that this loader has given."""
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the state was taken: its epoch then gives the samples that are left, to any number of ranks.
+
+        Raises:
+            ValueError: the state is of other data, or these are shuffled in another way.
+        """
+        self.leave()
+        self.sampler.load_state_dict(state)
+
+    def epoch(self, epoch: int) -> Iterator[Any]:
+        """Return the batches of an epoch; after load_state_dict() what is left of the one that was interrupted."""
+        self.leave()
+        self._running += 1
+        self.sampler.begin(epoch)
+        return self._batches(self._running)
+
+    def close(self) -> None:
+        """Free what the loader has besides its data. Collective. The loader cannot be used any more."""
+        self.leave()
+        self._wait_left()
+        if self._files is not None:
+            self._files.close()
+        self._comm.Free()
+
+    def leave(self) -> None:
+        """Let the other ranks know that this rank has left its loop, if it has; without waiting for them."""
+        sampler, team = self.sampler, self._team
+        if self._in_loop and team.size > 1:
+            text = f"has left the loop over epoch {sampler.now} after {sampler.given:,} samples of all ranks"
+
+            def tell() -> None:
+                try:
+                    exchange(team, Call(VERB, problem=coded("HD301", text)))
+                except RankError:
+                    pass  # the others have it
+
+            self._left = team.background.worker.submit(tell)
+        self._in_loop = False
+
+    def _wait_left(self) -> None:
+        left, self._left = self._left, None
+        if left is not None:
+            left.result()
+
+    def _batches(self, number: int) -> Iterator[Any]:
+        sampler, team = self.sampler, self._team
+        options: tuple[tuple[str, object], ...] = (*sampler.state_dict().items(), ("batch_size", sampler.batch_size))
+        ready: Handle[Any] | None = None
+        if number != self._running or sampler.given >= sampler.end:
+            return
+        self._in_loop = True
+        try:
+            while number == self._running and sampler.given < sampler.end:
+                error: Exception | None = None
+                with activity.InCall(VERB, team), abort.InStep(VERB, team.size):
+                    self._wait_left()
+                    try:
+                        batch = self._make(team, sampler.given) if ready is None and not self._ahead else None
+                        if self._ahead:
+                            batch = (ready or self._submit(sampler.given)).wait()
+                    except RankError:  # on all ranks
+                        raise
+                    except Exception as caught:
+                        error = caught
+                    problem = None if error is None else described(error, "HD309")
+                    try:
+                        exchange(team, Call(VERB, options=options, problem=problem))
+                    except RankError as refused:
+                        raise refused from error
+                options, ready = (), None
+                sampler.given = min(sampler.given + sampler.batch_size, sampler.end)
+                if sampler.given < sampler.end:
+                    ready = self._submit(sampler.given) if self._ahead else None
+                else:
+                    self._in_loop = False
+                yield batch
+                batch = None
+        finally:
+            if number == self._running:
+                self.leave()
+
+    def _submit(self, given: int) -> Handle[Any]:
+        return submit(self._team, VERB, partial(self._make, given=given))
+
+    def _make(self, team: Team, given: int) -> Any:
+        """Make the batch that begins after `given` samples. Collective, if it is not in this node's memory."""
+        batch = self.dataset.batch(self._columns(team, given), self._ragged)
+        if self._transform is not None:
+            batch = self._transform(batch)
+        if self._device.type != "cpu":
+            batch = _on(self._device, batch)
+            torch.accelerator.current_stream(self._device).synchronize()
+        return batch
+
+    def _columns(self, team: Team, given: int) -> list[Column]:
+        sampler, data = self.sampler, self.dataset
+        if self._whole:
+            if data.segment is not None:
+                return data.segment.columns(sampler.mine(given)[1])
+            which, inside = sampler.mine(given)
+        count, parts = sampler.parts(given)
+        if not self._whole:
+            which, inside = sampler.order(given + np.arange(count))
+        own = which if self._whole else which[parts[team.rank]]
+        found: list[tuple[Ints, list[Column]]] = []
+        for number in sampler.order.spanned(given, given + count):
+            segment = data.segment or self._files.get(team, sampler.order, number)
+            if self._whole:
+                columns = segment.columns(inside[own == number])
+            else:
+                columns = segment.exchange(team, inside, [part[which[part] == number] for part in parts])
+            found.append((np.flatnonzero(own == number), columns))
+        return merged(found)
+
+
+class _Files:
+    """Two windows of memory, into which the ranks read the segments of an epoch, one ahead of the one in use."""
+
+    def __init__(self, team: Team, data: Dataset, window: int) -> None:
+        self._data, self._places = data, Places.of(team, spread=True)
+        cuts, ends = data.cuts, self._places.ends
+        self.window = window
+        largest = int(sum(np.diff(field.rows(cuts)) * field.row for field in data.described).max(initial=0))
+        share = min(window, -(-window * (ends[self._places.node + 1] - ends[self._places.node]) // ends[-1]) + 1)
+        nbytes = share * largest + 64 * len(data.described)
+        self._windows = [take(team, nbytes) for _ in range(2)]
+        self._memory = [window.tensor((nbytes,), torch.uint8) for window in self._windows]
+        self._worker = Worker("hpcdist-data")
+        self._order: Order | None = None
+        self._segments: dict[int, tuple[Segment, Future[None]]] = {}
+        self._read: set[int] = set()
+
+    def get(self, team: Team, order: Order, number: int) -> Segment:
+        """Return a segment that all ranks have read; then begin to read the next one. Collective, in order."""
+        if order is not self._order:  # another epoch: its first segment
+            self._worker.stop()  # what the one before was reading
+            objects.run_on_all(team.comm, VERB, lambda: None)
+            self._order, self._segments = order, {}
+            self._read.clear()
+        if number not in self._read:
+            self._begin(number)
+            objects.run_on_all(team.comm, VERB, self._segments[number][1].result)
+            self._read.add(number)
+            self._segments.pop(number - 1, None)
+            self._begin(number + 1)
+        return self._segments[number][0].attach(self._memory[number % 2])
+
+    def _begin(self, number: int) -> None:
+        assert self._order is not None
+        if number in self._segments or number >= len(self._order.segments):
+            return
+        segment = Segment(self._data.described, self._data.cuts, self._order.segments[number], self._places)
+        read = partial(segment.read, self._windows[number % 2].bytes, None)
+        self._segments[number] = segment, self._worker.submit(read)
+
+    def close(self) -> None:
+        self._worker.stop()
+        self._windows.clear()
+        self._memory.clear()
+
+
+def _on(device: torch.device, batch: Any) -> Any:
+    """Copy the tensors of a batch to a GPU."""
+    if isinstance(batch, Tensor):
+        return batch.pin_memory().to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {name: _on(device, value) for name, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        parts = [_on(device, value) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch

@@ -1,0 +1,205 @@
+"""Which sample comes when, and which rank gets it: from integers alone, the same for any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sized
+from functools import lru_cache
+from operator import index
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from hpcdist.errors import refusal
+from hpcdist.layout.box import Ints, summed
+from hpcdist.layout.permutation import Permutation
+from hpcdist.runtime import world
+
+if TYPE_CHECKING:
+    from hpcdist.comm.team import GroupLike
+
+_AT_ONCE = 2**14  # positions that are computed at once
+
+
+class Order:
+    """The order of the samples in an epoch.
+
+    Blocks of samples come in random order; the samples of `window` consecutive ones, a segment, are shuffled.
+
+    Args:
+        cuts: the first sample of each block, and the end.
+        window: blocks of a segment; None for all, in their own order.
+        key: seed and epoch; None for no shuffling.
+    """
+
+    def __init__(self, cuts: Ints, window: int | None, key: tuple[int, int] | None) -> None:
+        count = len(cuts) - 1
+        numbers = np.arange(count)
+        if key is not None and window is not None:
+            numbers = Permutation(count, (*key, -1))(numbers)
+        self.segments = [numbers[i : i + (window or count)] for i in range(0, count, window or count)]
+        self._first = summed([int((cuts[blocks + 1] - cuts[blocks]).sum()) for blocks in self.segments])
+        self._key = key
+
+    def __call__(self, positions: Ints) -> tuple[Ints, Ints]:
+        """Return the segment of the sample at each position of the epoch, and its index in the segment."""
+        segment = self._first.searchsorted(positions, "right") - 1
+        inside = positions - self._first[segment]
+        if self._key is not None:
+            for number in np.unique(segment).tolist():
+                here = segment == number
+                n = int(self._first[number + 1] - self._first[number])
+                inside[here] = Permutation(n, (*self._key, number))(inside[here])
+        return segment, inside
+
+    def spanned(self, start: int, stop: int) -> range:
+        """Return the segments of these positions."""
+        first, last = self._first.searchsorted([start, stop - 1], "right") - 1
+        return range(int(first), int(last) + 1)
+
+
+class Sampler(torch.utils.data.Sampler[list[int]]):
+    """Batches of indices for this rank, of one shuffle of all ranks: the ``batch_sampler=`` of torch's DataLoader.
+
+    Nothing is communicated. Every rank has the same number of batches, and the order of all samples depends on `seed`
+    and the epoch alone, not on the number of ranks. An epoch that is iterated is followed by the next one, unless
+    :meth:`set_epoch` chooses another.
+
+    Args:
+        data: a data set with a length, or the number of samples.
+        batch_size: samples of a batch: of each rank, or with `split_batches` of all ranks.
+        seed: integer that chooses the shuffle.
+        split_batches: whether `batch_size` is that of all ranks, which share it by the block rule.
+        shuffle: whether to shuffle.
+        drop_last: whether to leave out the samples after the last full batch of all ranks.
+        even: without `drop_last`, what the ranks get of the last batch: "pad": full batches, in which samples of that
+            batch occur again; "short": its samples once, by the block rule, so that a rank may get none.
+        group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None for all ranks.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+
+    Example, on 2 ranks::
+
+        >>> sampler = hd.data.Sampler(5, batch_size=1, shuffle=False)
+        >>> list(sampler)
+        [[0], [2], [4]]                              # on rank 0; [[1], [3], [4]] on rank 1
+    """
+
+    def __init__(
+        self,
+        data: Sized | int,
+        batch_size: int,
+        seed: int = 0,
+        *,
+        split_batches: bool = False,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        even: Literal["pad", "short"] = "pad",
+        group: GroupLike | None = None,
+    ) -> None:
+        team = world.team_of(group)
+        self.rank, self.size = team.rank, team.size
+        self.samples = data if isinstance(data, int) else len(data)
+        self.seed, self.shuffle, self.drop_last, self.even = index(seed), shuffle, drop_last, even
+        size = index(batch_size) * (1 if split_batches else self.size)
+        if size < 1 or self.samples < 0 or (split_batches and size < self.size):
+            what = f"batch_size is {batch_size} for {self.samples:,} samples on {self.size} ranks"
+            raise refusal(ValueError, "HD419", f"{what}, expected at least one sample a rank")
+        if even not in ("pad", "short"):
+            raise refusal(ValueError, "HD419", f"even is {even!r}, expected 'pad' or 'short'")
+        self.batch_size = size  # of all ranks
+        self.window: int | None = None
+        self._cuts = np.array([0, self.samples])
+        self.next_epoch = self.now = 0
+        self.given = 0
+        self._left: dict[int, int] = {}  # by epoch, the samples given before load_state_dict()
+        self._order = lru_cache(maxsize=2)(self._order_of)
+        self._ahead = lru_cache(maxsize=1)(self._rows)
+
+    def blocks(self, cuts: Ints, window: int | None) -> None:
+        """Let the order be that of segments: see :class:`Order`."""
+        self._cuts, self.window = cuts, window
+
+    def _order_of(self, epoch: int) -> Order:
+        return Order(self._cuts, self.window, (self.seed, epoch) if self.shuffle else None)
+
+    @property
+    def order(self) -> Order:
+        """The order of the present epoch."""
+        return self._order(self.now)
+
+    @property
+    def end(self) -> int:
+        """The number of samples that the present epoch gives."""
+        begun = self._begun
+        whole = (self.samples - begun) // self.batch_size * self.batch_size
+        return begun + whole if self.drop_last else self.samples
+
+    def __len__(self) -> int:
+        """The number of batches of a whole epoch, on each rank."""
+        full = self.samples // self.batch_size
+        return full if self.drop_last or full * self.batch_size == self.samples else full + 1
+
+    def begin(self, epoch: int) -> None:
+        """Begin an epoch: from its first sample, or after load_state_dict() from the next one."""
+        self.now, self.next_epoch = index(epoch), index(epoch) + 1
+        self.given = self._begun = self._left.pop(self.now, 0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be this epoch."""
+        self.next_epoch = index(epoch)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return integers by which another job, also of another number of ranks, goes on after this batch."""
+        window = self.window or 0
+        return {
+            "seed": self.seed, "epoch": self.now, "given": self.given, "samples": self.samples,
+            "shuffle": int(self.shuffle), "window": window, "blocks": len(self._cuts) - 1 if window else 0,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the state was taken: its epoch then gives the samples that are left.
+
+        Raises:
+            ValueError: the state is of other data, or these are shuffled in another way.
+        """
+        same = {**self.state_dict(), **{name: state.get(name) for name in ("seed", "epoch", "given")}}
+        odd = next((name for name in same if same[name] is None or same[name] != state.get(name)), None)
+        if odd is not None:
+            what = f"the state has {odd} {state.get(odd)!r}, where this loader has {same[odd]!r}"
+            raise refusal(ValueError, "HD419", what)
+        self.seed, self.now, self.given = (int(state[name]) for name in ("seed", "epoch", "given"))
+        self._order.cache_clear()
+        self._ahead.cache_clear()
+        self._begun, self._left = self.given, {self.now: self.given}
+        self.next_epoch = self.now + (self.given >= self.samples)
+
+    def parts(self, given: int) -> tuple[int, list[Ints]]:
+        """Return the samples of the batch that begins after `given` ones, and for each rank which of them it gets."""
+        count = min(self.batch_size, self.end - given)
+        whole = self.batch_size if self.even == "pad" else count
+        ends = [whole * rank // self.size for rank in range(self.size + 1)]
+        return count, [np.arange(a, b) % count for a, b in zip(ends, ends[1:], strict=False)]
+
+    def mine(self, given: int) -> tuple[Ints, Ints]:
+        """Return the segment and the index of this rank's samples of a batch."""
+        start, stop = (self.batch_size * (self.rank + i) // self.size for i in range(2))
+        if given + self.batch_size > self.end:
+            return self.order(given + self.parts(given)[1][self.rank])
+        rows = max(1, _AT_ONCE // (stop - start))
+        step = (given - self._begun) // self.batch_size
+        segments, inside = self._ahead(self.now, self._begun, step // rows * rows, rows, start, stop)
+        return segments[step % rows], inside[step % rows]
+
+    def _rows(self, epoch: int, begun: int, step: int, rows: int, start: int, stop: int) -> tuple[Ints, Ints]:
+        """The same of several batches."""
+        first = begun + self.batch_size * np.arange(step, step + rows)[:, None]
+        return self.order(np.minimum(first + np.arange(start, stop), self.samples - 1))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.begin(self.next_epoch)
+        while self.given < self.end:
+            _, inside = self.mine(self.given)
+            self.given = min(self.given + self.batch_size, self.end)
+            yield inside.tolist()
