@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from collective import Findings, failures_elsewhere
+from collective import Findings, change_settings, failures_elsewhere
 from launch import slowness
 
 import hpcdist
@@ -125,6 +125,15 @@ def world():
     """The world of all ranks, over torch's backend HPCDIST_TEST_BACKEND if that is set; it is left at the end of the
     program, as a user's is."""
     return hpcdist.init(backend=os.environ.get("HPCDIST_TEST_BACKEND"))
+
+
+@pytest.fixture(params=[1, 2], ids=["one node", "two nodes"])
+def comm(request, world, monkeypatch):
+    """All ranks, as if they were on one node or on two; of three ranks, the first and the last on the same."""
+    change_settings(monkeypatch, world, node_of=tuple(rank % request.param for rank in range(world.world_size)))
+    comm = world.comm.Dup()
+    yield comm
+    comm.Free()
 
 
 @pytest.fixture

@@ -53,9 +53,10 @@ def open(
         files: a file of any format that :func:`hpcdist.staging.load` reads, a pattern such as "train-*.h5", a folder
             of files, or a list of these. Their samples follow each other in this order. Must agree.
         fields: names of tensors whose rows are the samples, by default all of the first file. A field whose samples
-            differ in length is a pair of names: of the rows of all samples, and of their offsets, one more than samples,
-            from 0 to the number of rows; or a dataset of HDF5's variable length, which each node reads twice. Fields
-            must have as many samples as each other in each file, and the same dtype and shape of a row in all files.
+            differ in length is a pair of names: of the rows of all samples, and of their offsets, from 0 to the number
+            of rows, one more than there are samples. Or it is a dataset of HDF5's variable length, which each node
+            reads twice. Fields must have as many samples as each other in each file, and in all files the same dtype
+            and shape of a row.
             Must agree.
         keep: where the data are. "node": a copy in the shared memory of each node; "job": one copy, in that of all
             nodes; "file": in the files, of which a Loader keeps two windows in memory. By default the first that takes

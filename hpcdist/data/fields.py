@@ -96,20 +96,24 @@ def describe_file(path: str, names: Sequence[Name] | None) -> tuple[Contents, li
 
 
 def _part(contents: Contents, name: Name) -> Part:
-    path, (values, offsets) = contents.path, (contents.key(n) if n is not None else None for n in name)
-    if offsets is None and values not in contents.tensors and contents.kind == "HDF5 file":
-        if values in contents.left_out:
-            with rows_of_lengths(path, values) as (rows, dtype, _):
-                return Part(Stored(values, (rows,), dtype), None, True)
-    found = [contents.chosen(n).tensors.get(n) for n in (values, offsets) if n is not None]
-    if None in found or not all(stored.shape and prod(stored.shape[1:]) for stored in found):
+    path, values = contents.path, contents.key(name[0])
+    if name[1] is None and values in contents.left_out and contents.kind == "HDF5 file":
+        with rows_of_lengths(path, values) as (rows, dtype, _):
+            return Part(Stored(values, (rows,), dtype), None, True)
+    stored, offsets = (None if n is None else _rows(contents, contents.key(n)) for n in name)
+    assert stored is not None
+    if offsets is not None and (len(offsets.shape) != 1 or not offsets.shape[0] or offsets.dtype.is_floating_point):
+        what = f"offsets {offsets.name!r} is {offsets.dtype} of shape {list(offsets.shape)}"
+        raise FileError("HD408", f"{path}: {what}, expected one integer more than there are samples")
+    return Part(stored, offsets, False)
+
+
+def _rows(contents: Contents, name: str) -> Stored:
+    stored = contents.chosen(name).tensors.get(name)
+    if stored is None or not stored.shape or not prod(stored.shape[1:]):
         held = listed(contents.tensors)
-        raise FileError("HD408", f"{path}: {values!r} has no rows, or these no elements; it has: {held}")
-    part = Part(found[0], found[1] if offsets is not None else None, False)
-    if part.offsets is not None and (len(part.offsets.shape) != 1 or not part.offsets.shape[0]):
-        shape = list(part.offsets.shape)
-        raise FileError("HD408", f"{path}: offsets {offsets!r} has shape {shape}, expected one more than samples")
-    return part
+        raise FileError("HD408", f"{contents.path}: {name!r} has no rows, or these no elements; it has: {held}")
+    return stored
 
 
 @dataclass(eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,13 +17,12 @@ from hpcdist.comm.team import Team
 from hpcdist.comm.worker import Worker
 from hpcdist.control import objects
 from hpcdist.data.dataset import BLOCK, Dataset, take
-from hpcdist.data.sampler import Order, Sampler
+from hpcdist.data.sampler import Epoch, Order, Sampler
 from hpcdist.data.segments import Column, Places, Segment, merged
 from hpcdist.errors import RankError, coded, described, refusal
 from hpcdist.process import abort
 from hpcdist.runtime import world
-from hpcdist.runtime.background import Handle, check_threads, submit
-from hpcdist.tensors import accelerator
+from hpcdist.runtime.background import Handle, check_threads, prepare, submit
 from hpcdist.validation.collective import Call, exchange
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ class Loader:
         self._running, self._in_loop = 0, False
         if self._team.size > 1:
             check_threads()
+            prepare(self._team)
             world.leaving.add(self)
 
     @property
@@ -147,16 +148,16 @@ class Loader:
         """Return the batches of an epoch; after load_state_dict() what is left of the one that was interrupted."""
         self.leave()
         self._running += 1
-        self.sampler.begin(epoch)
-        return self._batches(self._running)
+        return self._batches(self._running, self.sampler.begin(epoch))
 
     def close(self) -> None:
-        """Free what the loader has besides its data. Collective. The loader cannot be used any more."""
-        self.leave()
-        self._wait_left()
-        if self._files is not None:
-            self._files.close()
-        self._comm.Free()
+        """Free what the loader has besides its data. Collective. A second call does nothing."""
+        if self._comm:
+            self.leave()
+            self._wait_left()
+            if self._files is not None:
+                self._files.close()
+            self._comm.Free()
 
     def leave(self) -> None:
         """Let the other ranks know that this rank has left its loop, if it has; without waiting for them."""
@@ -165,10 +166,8 @@ class Loader:
             text = f"has left the loop over epoch {sampler.now} after {sampler.given:,} samples of all ranks"
 
             def tell() -> None:
-                try:
+                with suppress(RankError):  # which all have
                     exchange(team, Call(VERB, problem=coded("HD301", text)))
-                except RankError:
-                    pass  # the others have it
 
             self._left = team.background.worker.submit(tell)
         self._in_loop = False
@@ -178,49 +177,53 @@ class Loader:
         if left is not None:
             left.result()
 
-    def _batches(self, number: int) -> Iterator[Any]:
+    def _batches(self, number: int, epoch: Epoch) -> Iterator[Any]:
         sampler, team = self.sampler, self._team
         options: tuple[tuple[str, object], ...] = (*sampler.state_dict().items(), ("batch_size", sampler.batch_size))
         ready: Handle[Any] | None = None
-        if number != self._running or sampler.given >= sampler.end:
+        if number != self._running or sampler.given >= epoch.end:
             return
         self._in_loop = True
         try:
-            while number == self._running and sampler.given < sampler.end:
+            while number == self._running and sampler.given < epoch.end:
                 error: Exception | None = None
                 with activity.InCall(VERB, team), abort.InStep(VERB, team.size):
                     self._wait_left()
                     try:
-                        batch = self._make(team, sampler.given) if ready is None and not self._ahead else None
+                        batch = self._make(team, epoch, sampler.given) if ready is None and not self._ahead else None
                         if self._ahead:
-                            batch = (ready or self._submit(sampler.given)).wait()
+                            batch = (ready or self._submit(epoch, sampler.given)).wait()
                     except RankError:  # on all ranks
                         raise
                     except Exception as caught:
                         error = caught
                     problem = None if error is None else described(error, "HD309")
+                    self._in_loop = False  # if it is refused, all ranks have left
                     try:
                         exchange(team, Call(VERB, options=options, problem=problem))
                     except RankError as refused:
                         raise refused from error
                 options, ready = (), None
-                sampler.given = min(sampler.given + sampler.batch_size, sampler.end)
-                if sampler.given < sampler.end:
-                    ready = self._submit(sampler.given) if self._ahead else None
-                else:
-                    self._in_loop = False
+                sampler.given = min(sampler.given + sampler.batch_size, epoch.end)
+                self._in_loop = sampler.given < epoch.end
+                if self._in_loop and self._ahead:
+                    ready = self._submit(epoch, sampler.given)
                 yield batch
                 batch = None
         finally:
             if number == self._running:
                 self.leave()
 
-    def _submit(self, given: int) -> Handle[Any]:
-        return submit(self._team, VERB, partial(self._make, given=given))
+    def _submit(self, epoch: Epoch, given: int) -> Handle[Any]:
+        return submit(self._team, VERB, partial(self._make, epoch=epoch, given=given))
 
-    def _make(self, team: Team, given: int) -> Any:
+    def _make(self, team: Team, epoch: Epoch, given: int) -> Any:
         """Make the batch that begins after `given` samples. Collective, if it is not in this node's memory."""
-        batch = self.dataset.batch(self._columns(team, given), self._ragged)
+        if self._whole and self.dataset.segment is not None:
+            columns = self.dataset.segment.columns(epoch.mine(given)[1])
+        else:
+            columns = self._columns(team, epoch, given)
+        batch = self.dataset.batch(columns, self._ragged)
         if self._transform is not None:
             batch = self._transform(batch)
         if self._device.type != "cpu":
@@ -228,25 +231,29 @@ class Loader:
             torch.accelerator.current_stream(self._device).synchronize()
         return batch
 
-    def _columns(self, team: Team, given: int) -> list[Column]:
-        sampler, data = self.sampler, self.dataset
+    def _columns(self, team: Team, epoch: Epoch, given: int) -> list[Column]:
+        count, parts = epoch.parts(given)
         if self._whole:
-            if data.segment is not None:
-                return data.segment.columns(sampler.mine(given)[1])
-            which, inside = sampler.mine(given)
-        count, parts = sampler.parts(given)
-        if not self._whole:
-            which, inside = sampler.order(given + np.arange(count))
-        own = which if self._whole else which[parts[team.rank]]
+            which, inside = epoch.mine(given)
+            own = which
+        else:
+            which, inside = epoch.order(given + np.arange(count))
+            own = which[parts[team.rank]]
         found: list[tuple[Ints, list[Column]]] = []
-        for number in sampler.order.spanned(given, given + count):
-            segment = data.segment or self._files.get(team, sampler.order, number)
+        for number in epoch.order.spanned(given, given + count):
+            segment = self._segment(team, epoch.order, number)
             if self._whole:
                 columns = segment.columns(inside[own == number])
             else:
                 columns = segment.exchange(team, inside, [part[which[part] == number] for part in parts])
             found.append((np.flatnonzero(own == number), columns))
         return merged(found)
+
+    def _segment(self, team: Team, order: Order, number: int) -> Segment:
+        if self._files is not None:
+            return self._files.get(team, order, number)
+        assert self.dataset.segment is not None
+        return self.dataset.segment
 
 
 class _Files:
@@ -256,7 +263,8 @@ class _Files:
         self._data, self._places = data, Places.of(team, spread=True)
         cuts, ends = data.cuts, self._places.ends
         self.window = window
-        largest = int(sum(np.diff(field.rows(cuts)) * field.row for field in data.described).max(initial=0))
+        sizes = np.array([np.diff(field.rows(cuts)) * field.row for field in data.described]).sum(0)
+        largest = int(sizes.max(initial=0))
         share = min(window, -(-window * (ends[self._places.node + 1] - ends[self._places.node]) // ends[-1]) + 1)
         nbytes = share * largest + 64 * len(data.described)
         self._windows = [take(team, nbytes) for _ in range(2)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sized
-from functools import lru_cache
+from itertools import pairwise
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -56,6 +56,44 @@ class Order:
         """Return the segments of these positions."""
         first, last = self._first.searchsorted([start, stop - 1], "right") - 1
         return range(int(first), int(last) + 1)
+
+
+class Epoch:
+    """The batches of one epoch, from the sample after `begun` others on.
+
+    Args:
+        samples, batch_size: of all ranks.
+        rank, size: this rank, and the number of ranks.
+        drop_last, even: see :class:`Sampler`.
+    """
+
+    def __init__(
+        self, order: Order, samples: int, batch_size: int, rank: int, size: int, begun: int, drop_last: bool, even: str
+    ) -> None:
+        self.order, self.batch_size, self._even = order, batch_size, even
+        self._rank, self._size, self._begun = rank, size, begun
+        self.end = samples - (samples - begun) % batch_size if drop_last else samples
+        self._ahead: tuple[int, Ints, Ints] | None = None  # several batches of this rank, from this one on
+
+    def parts(self, given: int) -> tuple[int, list[Ints]]:
+        """Return the samples of the batch that begins after `given` ones, and for each rank which of them it gets."""
+        count = min(self.batch_size, self.end - given)
+        whole = self.batch_size if self._even == "pad" else count
+        ends = [whole * rank // self._size for rank in range(self._size + 1)]
+        return count, [np.arange(a, b) % count for a, b in pairwise(ends)]
+
+    def mine(self, given: int) -> tuple[Ints, Ints]:
+        """Return the segment and the index of this rank's samples of a batch."""
+        if given + self.batch_size > self.end:
+            return self.order(given + self.parts(given)[1][self._rank])
+        start, stop = (self.batch_size * (self._rank + i) // self._size for i in range(2))
+        step, rows = (given - self._begun) // self.batch_size, max(1, _AT_ONCE // (stop - start))
+        first = step // rows * rows
+        if self._ahead is None or self._ahead[0] != first:
+            begins = self._begun + self.batch_size * np.arange(first, first + rows)[:, None]
+            self._ahead = first, *self.order(np.minimum(begins + np.arange(start, stop), self.end - 1))
+        _, segments, inside = self._ahead
+        return segments[step - first], inside[step - first]
 
 
 class Sampler(torch.utils.data.Sampler[list[int]]):
@@ -111,40 +149,25 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         self.batch_size = size  # of all ranks
         self.window: int | None = None
         self._cuts = np.array([0, self.samples])
-        self.next_epoch = self.now = 0
-        self.given = 0
+        self.next_epoch = self.now = self.given = 0
         self._left: dict[int, int] = {}  # by epoch, the samples given before load_state_dict()
-        self._order = lru_cache(maxsize=2)(self._order_of)
-        self._ahead = lru_cache(maxsize=1)(self._rows)
 
     def blocks(self, cuts: Ints, window: int | None) -> None:
         """Let the order be that of segments: see :class:`Order`."""
         self._cuts, self.window = cuts, window
-
-    def _order_of(self, epoch: int) -> Order:
-        return Order(self._cuts, self.window, (self.seed, epoch) if self.shuffle else None)
-
-    @property
-    def order(self) -> Order:
-        """The order of the present epoch."""
-        return self._order(self.now)
-
-    @property
-    def end(self) -> int:
-        """The number of samples that the present epoch gives."""
-        begun = self._begun
-        whole = (self.samples - begun) // self.batch_size * self.batch_size
-        return begun + whole if self.drop_last else self.samples
 
     def __len__(self) -> int:
         """The number of batches of a whole epoch, on each rank."""
         full = self.samples // self.batch_size
         return full if self.drop_last or full * self.batch_size == self.samples else full + 1
 
-    def begin(self, epoch: int) -> None:
+    def begin(self, epoch: int) -> Epoch:
         """Begin an epoch: from its first sample, or after load_state_dict() from the next one."""
         self.now, self.next_epoch = index(epoch), index(epoch) + 1
-        self.given = self._begun = self._left.pop(self.now, 0)
+        self.given = self._left.pop(self.now, 0)
+        order = Order(self._cuts, self.window, (self.seed, self.now) if self.shuffle else None)
+        parts = self.samples, self.batch_size, self.rank, self.size
+        return Epoch(order, *parts, self.given, self.drop_last, self.even)
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be this epoch."""
@@ -170,36 +193,12 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
             what = f"the state has {odd} {state.get(odd)!r}, where this loader has {same[odd]!r}"
             raise refusal(ValueError, "HD419", what)
         self.seed, self.now, self.given = (int(state[name]) for name in ("seed", "epoch", "given"))
-        self._order.cache_clear()
-        self._ahead.cache_clear()
-        self._begun, self._left = self.given, {self.now: self.given}
+        self._left = {self.now: self.given}
         self.next_epoch = self.now + (self.given >= self.samples)
 
-    def parts(self, given: int) -> tuple[int, list[Ints]]:
-        """Return the samples of the batch that begins after `given` ones, and for each rank which of them it gets."""
-        count = min(self.batch_size, self.end - given)
-        whole = self.batch_size if self.even == "pad" else count
-        ends = [whole * rank // self.size for rank in range(self.size + 1)]
-        return count, [np.arange(a, b) % count for a, b in zip(ends, ends[1:], strict=False)]
-
-    def mine(self, given: int) -> tuple[Ints, Ints]:
-        """Return the segment and the index of this rank's samples of a batch."""
-        start, stop = (self.batch_size * (self.rank + i) // self.size for i in range(2))
-        if given + self.batch_size > self.end:
-            return self.order(given + self.parts(given)[1][self.rank])
-        rows = max(1, _AT_ONCE // (stop - start))
-        step = (given - self._begun) // self.batch_size
-        segments, inside = self._ahead(self.now, self._begun, step // rows * rows, rows, start, stop)
-        return segments[step % rows], inside[step % rows]
-
-    def _rows(self, epoch: int, begun: int, step: int, rows: int, start: int, stop: int) -> tuple[Ints, Ints]:
-        """The same of several batches."""
-        first = begun + self.batch_size * np.arange(step, step + rows)[:, None]
-        return self.order(np.minimum(first + np.arange(start, stop), self.samples - 1))
-
     def __iter__(self) -> Iterator[list[int]]:
-        self.begin(self.next_epoch)
-        while self.given < self.end:
-            _, inside = self.mine(self.given)
-            self.given = min(self.given + self.batch_size, self.end)
+        epoch = self.begin(self.next_epoch)
+        while self.given < epoch.end:
+            _, inside = epoch.mine(self.given)
+            self.given = min(self.given + self.batch_size, epoch.end)
             yield inside.tolist()

@@ -57,7 +57,7 @@ class Column:
     def samples(self) -> list[Tensor]:
         """A tensor for each sample."""
         x = self.tensor()
-        return list(x.unbind() if self.lengths is None else x.split(self.lengths.tolist()))
+        return list(x.unbind() if self.lengths is None else torch.split_with_sizes(x, self.lengths.tolist()))
 
 
 class Segment:
@@ -164,7 +164,8 @@ class Segment:
         here = np.flatnonzero(at_node[parts[me]] == places.node)
         found = [(here, self.columns(wanted[parts[me]][here]))]
         for _, here, columns, message in pieces:
-            for column, part in zip(columns, message.split([c.rows.numel() for c in columns]), strict=True):
+            sizes = [column.rows.numel() for column in columns]
+            for column, part in zip(columns, torch.split_with_sizes(message, sizes), strict=True):
                 column.rows = part.view(-1, column.field.row)
             found.append((here, columns))
         return merged(found)
@@ -195,6 +196,7 @@ def merged(parts: Sequence[tuple[Ints, list[Column]]]) -> list[Column]:
             found.append(Column(field, rows, None))
             continue
         lengths = np.concatenate([column.lengths for column in same])
-        pieces = [piece for c in same for piece in c.rows.view(-1, field.row).split(c.lengths.tolist())]
+        rows = torch.cat([column.rows.view(-1, field.row) for column in same])
+        pieces = torch.split_with_sizes(rows, lengths.tolist())
         found.append(Column(field, torch.cat([pieces[i] for i in back]), lengths[back]))
     return found

@@ -490,9 +490,11 @@ def rows_of_lengths(path: str, name: str) -> Iterator[tuple[int, torch.dtype, Ca
             raise FileError("HD408", f"{path}: holds no tensor {name!r}, nor numbers of variable length")
         if (why := _external(dataset.id.get_create_plist())) is not None:
             raise FileError("HD511", f"{path}: {name} {why}")
-        yield len(dataset), dtype, lambda start, stop: [
-            np.asarray(row, stored_dtype(dtype)) for row in dataset[start:stop]
-        ]
+        yield (
+            len(dataset),
+            dtype,
+            lambda start, stop: [np.asarray(row, stored_dtype(dtype)) for row in dataset[start:stop]],
+        )
 
 
 def attributes(path: str, name: str) -> dict[str, Any]:

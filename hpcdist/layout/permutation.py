@@ -9,11 +9,13 @@ is the last step of SplitMix64 (Steele et al., OOPSLA 2014).
 from __future__ import annotations
 
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
 from hpcdist.layout.box import Ints
 
+Bits = np.ndarray[Any, np.dtype[np.uint64]]
 _ROUNDS = 8
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -43,16 +45,17 @@ class Permutation:
         found = self._once(positions.astype(np.uint64))
         while (outside := np.flatnonzero(found >= self._n)).size:
             found[outside] = self._once(found[outside])
-        return found.view(np.int64)
+        result: Ints = found.view(np.int64)
+        return result
 
-    def _once(self, x: np.ndarray) -> np.ndarray:
+    def _once(self, x: Bits) -> Bits:
         halves = [x >> self._low, x & self._masks[1]]
         for i, key in enumerate(self._keys):
             halves[i % 2] ^= _mixed(halves[1 - i % 2] + key) & self._masks[i % 2]
         return (halves[0] << self._low) | halves[1]
 
 
-def _mixed(x: np.ndarray) -> np.ndarray:
+def _mixed(x: Bits) -> Bits:
     x = (x ^ (x >> np.uint64(30))) * _M1
     x = (x ^ (x >> np.uint64(27))) * _M2
     return x ^ (x >> np.uint64(31))

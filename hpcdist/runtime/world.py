@@ -363,6 +363,8 @@ def _leave() -> None:
         save_trace(finished=True)
         _world._ends.close()
         return
+    for loop in list(leaving):
+        loop.leave()
     with activity.InCall("", _world._context.team, text=b"the end of its program"):
         backgrounds = background.leave_all(_world._context.teams.values())  # answers calls of ranks that continue
         finish()

@@ -2,22 +2,12 @@
 
 import os
 
-import pytest
 import torch
-from collective import assert_on_all_ranks, change_settings
+from collective import assert_on_all_ranks
 
 from hpcdist.staging import drivers
 
 WRITERS = ["posix"] if drivers.missing() else ["mpio", "posix"]
-
-
-@pytest.fixture(params=[1, 2], ids=["one node", "two nodes"])
-def comm(request, world, monkeypatch):
-    """All ranks, as if they were on one node or on two; of three ranks, the first and the last on the same."""
-    change_settings(monkeypatch, world, node_of=tuple(rank % request.param for rank in range(world.world_size)))
-    comm = world.comm.Dup()
-    yield comm
-    comm.Free()
 
 
 def holds(folder, *names):
