@@ -90,7 +90,7 @@ def open(
         found = _described(team, files, mine["fields"])
         offsets = _offsets(team, found)
         single = mine["single"] or [field.name for field in found] == [""]
-        return Dataset(team, found, offsets, keep, single, transform)
+        return Dataset(team, group, found, offsets, keep, single, transform)
 
 
 def _described(team: Team, files: Any, names: Any) -> list[Field]:
@@ -153,13 +153,15 @@ class Dataset(torch.utils.data.Dataset[Any]):
     def __init__(
         self,
         team: Team,
+        group: GroupLike | None,
         fields: list[Field],
         offsets: Window | None,
         keep: str | None,
         single: bool,
         transform: Callable[[Any], Any] | None,
     ) -> None:
-        self.team, self.described, self.single, self.transform = team, fields, single, transform
+        self.team, self.group, self.described = team, group, fields
+        self.single, self.transform = single, transform
         self.fields = [field.name for field in fields]
         self._n = int(fields[0].begins[-1])
         nbytes = int(sum(field.rows(np.array([self._n]))[0] * field.row for field in fields))

@@ -23,7 +23,9 @@ from hpcdist.errors import RankError, coded, described, refusal
 from hpcdist.process import abort
 from hpcdist.runtime import world
 from hpcdist.runtime.background import Handle, check_threads, prepare, submit
+from hpcdist.staging.arguments import agreed, positive
 from hpcdist.validation.collective import Call, exchange
+from hpcdist.validation.local import ArgumentError
 
 if TYPE_CHECKING:
     from hpcdist.layout.box import Ints
@@ -59,9 +61,10 @@ class Loader:
         window: with `keep` "file", bytes of the samples that are shuffled together, 1 GiB by default.
 
     Raises:
-        TypeError, ValueError: an argument is wrong.
-        RankError: on every rank, from the next batch: arguments differ, a `transform` has raised on one rank, a file
-            has gone or changed, or a rank has left the loop or called something else. The job can continue.
+        RankError: on every rank, if an argument is wrong on one rank or they differ. From the next batch, if a
+            `transform` has raised on one rank, a file has gone or changed, or a rank has left the loop. The job can
+            continue.
+        TypeError: on this rank, if `data` is something else.
 
     Example::
 
@@ -89,22 +92,26 @@ class Loader:
     ) -> None:
         if not isinstance(data, Dataset) or data.team is None:
             raise refusal(TypeError, "HD419", f"data is a {type(data).__name__}, expected what data.open() returns")
-        if ragged not in _RAGGED or window < 1:
-            what = f"ragged is {ragged!r} and window {window}"
-            raise refusal(ValueError, "HD419", f"{what}, expected one of {', '.join(_RAGGED)}, and bytes")
-        self._comm = data.team.comm.Dup()
-        self._team = world.team_of(self._comm)
-        self.sampler = Sampler(
-            data, batch_size, seed, split_batches=split_batches, shuffle=shuffle, drop_last=drop_last, even=even,
-            group=self._comm,
-        )  # fmt: skip
-        self.dataset, self.batch_size = data, batch_size
-        self._ragged, self._transform = ragged, transform
-        self._device = torch.device("cpu" if device is None else device)
-        self._files = None
-        if data.keep == "file":
-            self._files = _Files(self._team, data, max(1, window // BLOCK))
-            self.sampler.blocks(data.cuts, self._files.window)
+        own: dict[str, Any] = {"split_batches": split_batches, "shuffle": shuffle, "drop_last": drop_last, "even": even}
+        same = {"batch_size": batch_size, "seed": seed, **own, "ragged": ragged, "window": window}
+
+        def check() -> Sampler:
+            if ragged not in _RAGGED:
+                raise ArgumentError("HD419", f"ragged is {ragged!r}, expected one of {', '.join(_RAGGED)}")
+            positive("window", window)
+            return Sampler(data, batch_size, seed, **own, group=data.group)
+
+        with agreed(data.team, VERB, check) as self.sampler:
+            objects.same(data.team.comm, VERB, same, same, objects.first_difference)
+            self._comm = data.team.comm.Dup()
+            self._team = world.team_of(self._comm)
+            self.dataset, self.batch_size = data, batch_size
+            self._ragged, self._transform = ragged, transform
+            self._device = torch.device("cpu" if device is None else device)
+            self._files = None
+            if data.keep == "file":
+                self._files = _Files(self._team, data, max(1, window // BLOCK))
+                self.sampler.blocks(data.cuts, self._files.window)
         self._whole = len(Places.of(self._team, data.keep != "node").nodes) == 1
         lengthy = transform is not None or data.transform is not None or self._device.type != "cpu"
         self._ahead = self._files is not None or not self._whole or lengthy
@@ -179,7 +186,7 @@ class Loader:
 
     def _batches(self, number: int, epoch: Epoch) -> Iterator[Any]:
         sampler, team = self.sampler, self._team
-        options: tuple[tuple[str, object], ...] = (*sampler.state_dict().items(), ("batch_size", sampler.batch_size))
+        options: tuple[tuple[str, object], ...] = tuple(sampler.state_dict().items())
         ready: Handle[Any] | None = None
         if number != self._running or sampler.given >= epoch.end:
             return
