@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from hpcdist.errors import coded, refusal
 from hpcdist.layout.box import Ints
 from hpcdist.process import machine
 from hpcdist.runtime import world
-from hpcdist.runtime.cli import meter
+from hpcdist.runtime.cli import meter, say
 from hpcdist.staging.arguments import agreed
 from hpcdist.validation.local import ArgumentError
 
@@ -190,10 +189,8 @@ class Dataset(torch.utils.data.Dataset[Any]):
         free = min(objects.all_gather_object(self.team.comm, machine.available(), VERB))
         nodes = len(self.team.topology.nodes)
         keep = next((k for k, n in (("node", nbytes), ("job", -(-nbytes // nodes))) if n <= _SHARE * free), "file")
-        if self.team.rank == 0:
-            files = len(self.described[0].files)
-            text = f"{self._n:,} samples, {nbytes:,} bytes of {files:,} files: keep={keep!r}"
-            print(f"hpcdist: data.open: {text}", file=sys.stderr, flush=True)
+        files = len(self.described[0].files)
+        say(self.team.rank, f"data.open: {self._n:,} samples, {nbytes:,} bytes of {files:,} files: keep={keep!r}")
         return keep
 
     def __len__(self) -> int:

@@ -185,7 +185,7 @@ class Field:
                 with OpenFiles(contents) as files, rows_of_lengths(_path(files), self.name) as (_, _, read):
                     lengths = np.fromiter(map(len, read(start, stop)), np.int64, stop - start)
             else:
-                offsets = torch.empty(stop - start + 1, dtype=part.offsets.dtype)
+                offsets = torch.empty(stop - start + 1, dtype=part.offsets.dtype, device="cpu")
                 _read(contents, part.offsets, start, offsets, None)
                 bounds = offsets.numpy().astype(np.int64)
                 ends = (int(bounds[0]) if start == 0 else 0, int(bounds[-1]) if stop == part.samples else None)

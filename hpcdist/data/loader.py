@@ -24,7 +24,7 @@ from hpcdist.process import abort
 from hpcdist.runtime import world
 from hpcdist.runtime.background import Handle, check_threads, prepare, submit
 from hpcdist.staging.arguments import agreed, positive
-from hpcdist.validation.collective import Call, exchange
+from hpcdist.validation.collective import Call, agree, exchange
 from hpcdist.validation.local import ArgumentError
 
 if TYPE_CHECKING:
@@ -117,6 +117,7 @@ class Loader:
         self._ahead = self._files is not None or not self._whole or lengthy
         self._left: Future[None] | None = None  # the message that this rank has left the loop
         self._running, self._in_loop = 0, False
+        self._header: bytes | None = None  # of a batch that is not the first of an epoch
         if self._team.size > 1:
             check_threads()
             prepare(self._team)
@@ -207,7 +208,7 @@ class Loader:
                     problem = None if error is None else described(error, "HD309")
                     self._in_loop = False  # if it is refused, all ranks have left
                     try:
-                        exchange(team, Call(VERB, options=options, problem=problem))
+                        self._agree(Call(VERB, options=options, problem=problem) if options or problem else None)
                     except RankError as refused:
                         raise refused from error
                 options, ready = (), None
@@ -220,6 +221,17 @@ class Loader:
         finally:
             if number == self._running:
                 self.leave()
+
+    def _agree(self, call: Call | None) -> None:
+        """Wait until all ranks take a batch: a RankError if one does not. Collective; None repeats the call before."""
+        team = self._team
+        if call is None and self._header is not None:
+            exchanged = agree(team, self._header, ()) is None
+            if exchanged:
+                exchange(team, Call(VERB), exchanged)
+            return
+        exchange(team, call or Call(VERB))
+        self._header = None if call else team.headers.own
 
     def _submit(self, epoch: Epoch, given: int) -> Handle[Any]:
         return submit(self._team, VERB, partial(self._make, epoch=epoch, given=given))

@@ -72,6 +72,7 @@ class Epoch:
     ) -> None:
         self.order, self.batch_size, self._even = order, batch_size, even
         self._rank, self._size, self._begun = rank, size, begun
+        self._own = batch_size * rank // size, batch_size * (rank + 1) // size
         self.end = samples - (samples - begun) % batch_size if drop_last else samples
         self._ahead: tuple[int, Ints, Ints] | None = None  # several batches of this rank, from this one on
 
@@ -86,7 +87,7 @@ class Epoch:
         """Return the segment and the index of this rank's samples of a batch."""
         if given + self.batch_size > self.end:
             return self.order(given + self.parts(given)[1][self._rank])
-        start, stop = (self.batch_size * (self._rank + i) // self._size for i in range(2))
+        start, stop = self._own
         step, rows = (given - self._begun) // self.batch_size, max(1, _AT_ONCE // (stop - start))
         first = step // rows * rows
         if self._ahead is None or self._ahead[0] != first:

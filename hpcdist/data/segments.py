@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hpcdist.data.fields import Field, Progress
 from hpcdist.layout.box import Ints, summed
-from hpcdist.routes.mpi import MPI_ROUTE
 
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
@@ -52,7 +51,7 @@ class Column:
 
     def tensor(self) -> Tensor:
         """The rows as a tensor."""
-        return self.rows.view(-1).view(self.field.dtype).view(-1, *self.field.shape)
+        return self.rows.view(self.field.dtype).view(-1, *self.field.shape)
 
     def samples(self) -> list[Tensor]:
         """A tensor for each sample."""
@@ -118,14 +117,14 @@ class Segment:
 
     def columns(self, wanted: Ints) -> list[Column]:
         """Copy samples of this node."""
-        block = self._first.searchsorted(wanted, "right") - 1
-        inside = wanted - self._first[block]
         found = []
+        places = torch.from_numpy(wanted - self._borders[self._places.node])
         for field, base, memory in zip(self._fields, self._bases, self._memory, strict=True):
             if not field.ragged:
-                found.append(Column(field, memory.index_select(0, torch.from_numpy(base[block] + inside)), None))
+                found.append(Column(field, memory.index_select(0, places), None))
                 continue
-            sample = self._starts[block] + inside
+            block = self._first.searchsorted(wanted, "right") - 1
+            sample = self._starts[block] + wanted - self._first[block]
             first, last = field.rows(sample), field.rows(sample + 1)
             start = base[block] + first - field.rows(self._starts[block])
             lengths = last - first
@@ -140,6 +139,8 @@ class Segment:
             wanted: samples of all ranks.
             parts: for each rank, which of them are its own, in its order.
         """
+        from hpcdist.routes.mpi import MPI_ROUTE  # which imports MPI
+
         places, me = self._places, team.rank
         nodes = places.nodes
         if len(nodes) == 1:

@@ -56,6 +56,12 @@ def refuse(name: str, error: HpcdistError) -> NoReturn:
     sys.exit(BAD_INPUT)
 
 
+def say(rank: int, text: str) -> None:
+    """Print a line on rank 0's standard error."""
+    if rank == 0:
+        print(f"hpcdist: {text}", file=sys.stderr, flush=True)
+
+
 def progress(items: Iterable[T], here: World, what: str) -> Iterable[T]:
     """Iterate over `items` with a progress bar on rank 0, if its standard error is a terminal."""
     bar: Iterable[T] = _bar(here, what, iterable=items)
