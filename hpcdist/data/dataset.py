@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from hpcdist.process import machine
 from hpcdist.runtime import world
 from hpcdist.runtime.cli import meter, say
 from hpcdist.staging.arguments import agreed
+from hpcdist.staging.save import wait_for
 from hpcdist.validation.local import ArgumentError
 
 if TYPE_CHECKING:
@@ -44,9 +46,9 @@ def open(
 ) -> Dataset:
     """Open the samples of files, for a :class:`Loader`, or for torch's own DataLoader.
 
-    Collective over `group`. Each file is opened and described by one rank. With `keep` "node" or "job" the ranks then
-    read all data, each a share, and compare the checksums of hpcdist's files. Data that are read with "file" are
-    compared only where a piece with a checksum has at most 16 MiB.
+    Collective over `group`. Waits for saves in flight to these files. One rank opens and describes each file. With
+    `keep` "node" or "job" the ranks then read all data, each a share, and compare the checksums of hpcdist's files.
+    Data that are read with "file" are compared only where a piece with a checksum has at most 16 MiB.
 
     Args:
         files: a file of any format that :func:`hpcdist.staging.load` reads, a pattern such as "train-*.h5", a folder
@@ -78,23 +80,26 @@ def open(
         >>> x, y = data[[3, 5]]                      # x has one dimension more, of extent 2
     """
     team = world.team_of(group)
+    given = [os.fsdecode(file) for file in ([files] if isinstance(files, (str, os.PathLike)) else files)]
 
     def check() -> dict[str, Any]:
         if keep not in (None, *_KEEPS):
             raise ArgumentError("HD419", f"keep is {keep!r}, expected one of {', '.join(_KEEPS)}")
-        return {"files": str(files), "fields": names_of(fields), "keep": keep, "single": isinstance(fields, str)}
+        return {"files": given, "fields": names_of(fields), "keep": keep, "single": isinstance(fields, str)}
 
     with agreed(team, VERB, check) as mine:
         objects.same(team.comm, VERB, mine, mine, objects.first_difference)
-        found = _described(team, files, mine["fields"])
+        found = _described(team, given, mine["fields"])
         offsets = _offsets(team, found)
         single = mine["single"] or [field.name for field in found] == [""]
         return Dataset(team, group, found, offsets, keep, single, transform)
 
 
-def _described(team: Team, files: Any, names: Any) -> list[Field]:
+def _described(team: Team, files: Sequence[str], names: Any) -> list[Field]:
     """The fields of all files, each of which one rank has described. Collective."""
     paths = objects.run_on_root(team.comm, VERB, lambda: paths_of(files))
+    for path in paths:
+        wait_for(path)
     first = objects.run_on_root(team.comm, VERB, lambda: describe_file(paths[0], names))
     names = names or [(part.values.name, None) for part in first[1]]
     mine = range(team.rank, len(paths), team.size)

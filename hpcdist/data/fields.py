@@ -42,15 +42,14 @@ def names_of(fields: Any) -> list[Name] | None:
     return names
 
 
-def paths_of(files: Any) -> list[str]:
-    """The files of a name, a pattern, a folder (by name), or a list of these.
+def paths_of(files: Sequence[str]) -> list[str]:
+    """The files of names, of patterns, and of folders (by name).
 
     Raises:
         FileError: there are none.
     """
     found: list[str] = []
-    for item in [files] if isinstance(files, (str, os.PathLike)) else files:
-        path = os.fsdecode(item)
+    for path in files:
         if os.path.isdir(path):
             inside = sorted(name for name in os.listdir(path) if os.path.splitext(name)[1] in FORMATS)
             found += [os.path.join(path, name) for name in inside]
@@ -59,7 +58,7 @@ def paths_of(files: Any) -> list[str]:
         else:
             found.append(path)
     if not found:
-        raise FileError("HD401", f"{files}: no such file")
+        raise FileError("HD401", f"{listed(files)}: no such file")
     return found
 
 

@@ -16,9 +16,9 @@ from hpcdist import activity
 from hpcdist.comm.team import Team
 from hpcdist.comm.worker import Worker
 from hpcdist.control import objects
-from hpcdist.data.dataset import BLOCK, Dataset, take
+from hpcdist.data.dataset import Dataset, take
 from hpcdist.data.sampler import Epoch, Order, Sampler
-from hpcdist.data.segments import Column, Places, Segment, merged
+from hpcdist.data.segments import ALIGNMENT, Column, Places, Segment, merged
 from hpcdist.errors import RankError, coded, described, refusal
 from hpcdist.process import abort
 from hpcdist.runtime import world
@@ -110,7 +110,7 @@ class Loader:
             self._device = torch.device("cpu" if device is None else device)
             self._files = None
             if data.keep == "file":
-                self._files = _Files(self._team, data, max(1, window // BLOCK))
+                self._files = _Files(self._team, data, window)
                 self.sampler.blocks(data.cuts, self._files.window)
         self._whole = len(Places.of(self._team, data.keep != "node").nodes) == 1
         lengthy = transform is not None or data.transform is not None or self._device.type != "cpu"
@@ -280,12 +280,12 @@ class _Files:
 
     def __init__(self, team: Team, data: Dataset, window: int) -> None:
         self._data, self._places = data, Places.of(team, spread=True)
-        cuts, ends = data.cuts, self._places.ends
-        self.window = window
-        sizes = np.array([np.diff(field.rows(cuts)) * field.row for field in data.described]).sum(0)
-        largest = int(sizes.max(initial=0))
-        share = min(window, -(-window * (ends[self._places.node + 1] - ends[self._places.node]) // ends[-1]) + 1)
-        nbytes = share * largest + 64 * len(data.described)
+        sizes = np.array([np.diff(field.rows(data.cuts)) * field.row for field in data.described]).sum(0)
+        largest = max(1, int(sizes.max(initial=0)))
+        self.window = max(1, window // largest)  # in blocks
+        start, stop = self._places.ends[self._places.node : self._places.node + 2]
+        share = min(self.window, -(-self.window * (stop - start) // team.size))
+        nbytes = share * largest + ALIGNMENT * len(data.described)
         self._windows = [take(team, nbytes) for _ in range(2)]
         self._memory = [window.tensor((nbytes,), torch.uint8) for window in self._windows]
         self._worker = Worker("hpcdist-data")

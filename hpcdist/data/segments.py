@@ -16,7 +16,7 @@ from hpcdist.layout.box import Ints, summed
 if TYPE_CHECKING:
     from hpcdist.comm.team import Team
 
-_ALIGNMENT = 64  # bytes: of a field's rows in memory
+ALIGNMENT = 64  # bytes: of a field's rows in memory
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Segment:
         rows = [summed((field.rows(self._ends) - field.rows(self._starts)).tolist()) for field in fields]
         self._bases = [first - first[here] for first in rows]  # of each block, its first row in the node's memory
         sizes = [int(base[there]) * field.row for base, field in zip(self._bases, fields, strict=True)]
-        self._places_of = summed([-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]).tolist()
+        self._places_of = summed([-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]).tolist()
         self._sizes = sizes
         self.nbytes: int = self._places_of[-1]
         self._memory: list[Tensor] = []

@@ -71,7 +71,9 @@ class _Npz(Format):
                 key = info.filename.removesuffix(_SUFFIX)
                 with file_errors(f"{path}: {key}"), archive.open(info) as file:
                     stored, more = _header(f"{path}: {key}", key, file, info.file_size)
-                found[key] = stored if isinstance(stored, str) else replace(stored, raw=None)
+                found[key] = (
+                    stored if isinstance(stored, str) else replace(stored, raw=None, chunk=max((1, *stored.shape[:1])))
+                )
                 if more:
                     raise FileError("HD404", f"{path}: {key}: cannot be read: {more:,} bytes follow its data")
         return Contents.of(path, ".npz file", found, {path: at})

@@ -5,7 +5,7 @@ from collective import assert_on_all_ranks
 from samples import right, write
 
 import hpcdist as hd
-from hpcdist.data import dataset, loader
+from hpcdist.data import dataset
 
 
 @pytest.fixture
@@ -19,8 +19,7 @@ def files(world, folder, rank):
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    for module in (dataset, loader):
-        monkeypatch.setattr(module, "BLOCK", 200)
+    monkeypatch.setattr(dataset, "BLOCK", 200)
 
 
 @pytest.fixture
