@@ -11,7 +11,7 @@ from torch import Tensor
 from hpcdist import layout
 from hpcdist.collectives import results
 from hpcdist.collectives.kept import Movement
-from hpcdist.collectives.reduce import add_up
+from hpcdist.collectives.reduce import add_up, blocks_of_all
 from hpcdist.collectives.run import Plannable, run
 from hpcdist.collectives.structures import Joining, JoinStructures
 from hpcdist.comm.team import Team
@@ -207,7 +207,8 @@ class Join(Joining, Plannable):
         sources, whole = [box for (box,) in cut.boxes], layout.whole(cut.shape)
         dests = [whole if call.root in (-1, rank) else None for rank in range(team.size)]
         recvs = list(enumerate(sources)) if dests[team.rank] is not None else []
-        self.messages = "gatherv" if self.rooted else "allgatherv", Vector(cut.counts, cut.displs, max(0, call.root))
+        what = Vector(cut.counts, cut.displs, max(0, call.root))
+        self.messages = [("gatherv" if self.rooted else "allgatherv", what)]
         self.bind(team, call, agreed, Movement(cut.shape, cut.dtype, sources, dests, recvs))
 
     def in_window(self, team: Team) -> Tensor | None:
@@ -234,7 +235,7 @@ class Join(Joining, Plannable):
         if self.rooted:
             part = pool.empty(x.shape, x.dtype, x.device)
             messages = cut.pack(grad) if team.rank == self._root else None
-            route.prepare(team, "scatterv", self.messages[1])(messages, part)
+            route.prepare(team, "scatterv", self.messages[0][1])(messages, part)
             return part
         # Every rank has a gradient for every shard.
-        return add_up(self.name, team, route, cut, grad)
+        return add_up(self.name, team, route.prepare(team, "alltoallv", blocks_of_all(cut, team)), cut, grad)

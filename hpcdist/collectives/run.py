@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,9 @@ from hpcdist.activity import callsite
 from hpcdist.collectives.kept import Kept, Movement
 from hpcdist.comm.team import Team
 from hpcdist.errors import HpcdistError, coded
-from hpcdist.layout import Box
 from hpcdist.process import abort
 from hpcdist.routes import select
-from hpcdist.routes.route import Alltoall, Method, Route, Vector
+from hpcdist.routes.route import Alltoall, Route, Vector
 from hpcdist.runtime import background
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.eager import recorded
@@ -104,36 +103,25 @@ class Operation(ABC):
         raise NotImplementedError
 
 
-class Described(NamedTuple):
-    """What a plan says of this rank: see :class:`hpcdist.runtime.plan.Plan`."""
-
-    sent: int
-    received: int
-    shape: tuple[int, ...]
-    box: Box | None
-
-
 class Plannable(Operation):
     """An operation on one tensor, which can be kept after its plan, to be executed with other ones.
 
     Attributes:
         shared: whether the ranks of a node are to share the result.
-        keeper: how its team keeps it.
         number: of the plan that is executed, among those of the team; 0 in plan(); None without a plan.
         like: facts of the tensors for which the plan was made: dtype, shape, device.
-        messages: operation of the route that moves the data, and its messages.
-        transfer: name of the route, and what carries that operation out; None before it is chosen.
+        messages: the operations of the route that move the data, one after the other, and their messages.
+        transfers: name of the route, and what carries out each of these; None before it is chosen.
         sizes: bytes of the result of each rank.
         sent, dest, agreed, parts: tensor that this rank sends, and memory for its result if there is some, validated
             and detached; headers of all ranks; what moves.
     """
 
     shared = False
-    keeper: type[Kept] = Kept
     number: int | None = None
     like: tuple[Any, ...] | None = None
-    transfer: tuple[str, Callable[..., None]] | None = None
-    messages: tuple[str, Vector | Alltoall]
+    transfers: tuple[str, list[Callable[..., None]]] | None = None
+    messages: list[tuple[str, Vector | Alltoall]]
     sizes: Sequence[int]
     sent: Tensor | None
     dest: Tensor | None
@@ -160,15 +148,6 @@ class Plannable(Operation):
     @abstractmethod
     def arguments(self) -> Hashable:
         """Return the arguments of the call besides `x` and `out`; None if they may change in place, or equal others."""
-
-    def methods(self, team: Team) -> list[Method]:
-        """Return how move() would move the data. Collective, after plan()."""
-        operation, what = self.messages
-        return [self.chosen(team).method(team, operation, what.total, what.longest)]
-
-    def described(self, team: Team) -> Described:
-        """Return what a plan says of this rank."""
-        return Described(*self.parts.traffic(team.rank), self.parts.shape, self.parts.dests[team.rank])
 
     @abstractmethod
     def move(self, team: Team) -> Tensor | None:
@@ -210,20 +189,22 @@ class Plannable(Operation):
             for nbytes, box in zip(agreed.inlines, parts.sources, strict=True)
         )
         behind = agreed.inlines[team.rank]
-        self.kept = self.keeper(team, call.x, behind, parts if inline else None, prefix)
+        self.kept = Kept(team, call.x, behind, parts if inline else None, prefix)
 
     def chosen(self, team: Team) -> Route:
         """Return the route of the data. Collective, after plan(); raises the same on all ranks."""
         return select.agreed(self.name, self.route, team, self.agreed.kinds)
 
-    def carry(self, team: Team, send: Tensor | None, recv: Tensor | None, *meanwhile: Callable[[], object]) -> None:
-        """Carry out `messages` by the route, which a repeated call does not choose again. Collective."""
-        if self.transfer is None:
+    def carry(
+        self, team: Team, send: Tensor | None, recv: Tensor | None, *meanwhile: Callable[[], object], step: int = 0
+    ) -> None:
+        """Carry out one of `messages` by the route, which a repeated call does not choose again. Collective."""
+        if self.transfers is None:
             route = self.chosen(team)
-            self.transfer = route.name, route.prepare(team, *self.messages)
-        route_name, transfer = self.transfer
+            self.transfers = route.name, [route.prepare(team, *message) for message in self.messages]
+        route_name, transfers = self.transfers
         activity.took(route_name)
-        transfer(send, recv, *meanwhile)
+        transfers[step](send, recv, *meanwhile)
 
     def forward(self, team: Team) -> Tensor | None:
         result = None

@@ -164,7 +164,7 @@ class Scatter(Plannable):
         own = team.settings.device if on_gpu else torch.device("cpu")
         self._device = own if call.x is None else call.x.device
         parts = Movement(cut.shape, cut.dtype, sources, dests, [(call.root, dests[team.rank])])
-        self.messages = "scatterv", Vector(cut.counts, cut.displs, call.root)
+        self.messages = [("scatterv", Vector(cut.counts, cut.displs, call.root))]
         self.bind(team, call, agreed, parts, prefix_of(2 + len(cut.shape) + team.size))
 
     def in_window(self, team: Team) -> Tensor | None:
@@ -193,7 +193,7 @@ class Scatter(Plannable):
         cut, total, buffer = self._blocks, None, None
         if self.sent is not None:
             total, buffer = cut.recv_buffer(None, self._device)
-        self.chosen(team).prepare(team, "gatherv", self.messages[1])(grad, buffer)
+        self.chosen(team).prepare(team, "gatherv", self.messages[0][1])(grad, buffer)
         if total is not None and buffer is not None:
             cut.unpack(buffer, total)
         return total
@@ -205,7 +205,7 @@ def key_of(counts: Any, *given: Any) -> tuple[Hashable, ...] | None:
         counts = tuple(counts)
     elif not (counts is None or type(counts) is str):
         return None
-    return (*given, counts) if {int, str}.issuperset(map(type, given)) else None
+    return (*given, counts) if {int, str, type(None)}.issuperset(map(type, given)) else None
 
 
 def _encoded(call: Call, size: int) -> bytes:

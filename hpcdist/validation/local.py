@@ -149,15 +149,14 @@ def check_split(op: Any, rank: int, size: int, on_gpu: bool, call: Call) -> None
 
 def check_reduction(op: Any, team: Team, call: Call) -> None:
     """Check a reduction: every rank passes a tensor of the same shape."""
-    scatters = op.verb == "reduce_scatter"
     call.route = _route(op.route)
-    if op.verb == "reduce":
+    if op.root is not None:
         call.root = _root(op.root, team.size)
     call.options = (("x", "a tensor"), ("op", _reduction(op.op)))
     rows = describe(call, op.x, op.dim, "x")
     call.x = rows.view(op.x.shape)
     dtype = rows.dtype
-    if scatters:
+    if op.scatters:
         if op.x.dim() == 0:
             raise ArgumentError("HD204", "x has no dimension to split along: it is 0-d")
         counts = _counts(op.counts)
@@ -223,7 +222,7 @@ def check_layouts(op: Any, call: Call) -> None:
 
 def check_exchange(op: Any, team: Team, call: Call) -> list[Tensor]:
     """Check all_to_all: every rank passes a list of tensors, or one tensor and counts. Return those, ready."""
-    several = isinstance(op.x, (list, tuple))
+    several = op.several
     call.options = (("x", "a list of tensors" if several else "a tensor"),)
     call.route = _route(op.route)
     if op.out is not None:
@@ -239,16 +238,16 @@ def check_exchange(op: Any, team: Team, call: Call) -> list[Tensor]:
         like = {LIKE.format(dtype, show_shape(shape), x.device) for x, (dtype, _, shape) in kinds}
         if len(like) > 1:
             raise ArgumentError("HD303", f"the tensors of x differ: {', '.join(sorted(like))}")
-        call.x = xs[0]
         if torch.is_grad_enabled() and any(x.requires_grad for x in op.x):
             op.x = torch.cat([x.reshape(-1) for x in op.x])
+            xs = [op.x.detach()]
+        call.x = xs[0]
     else:
         call.x = describe(call, op.x, op.dim, "x")
         xs, op.extents = [call.x], layout.counts_of(_counts(op.counts), call.extent, team.size)
     call.dim_arg = call.dim
     call.grad = isinstance(op.x, Tensor) and op.x.requires_grad and _needs_grad(op.x, None)
     call.extent = max(op.extents)
-    op.sent = xs if several else call.x
     return xs
 
 
