@@ -140,6 +140,7 @@ class ReduceDict(Operation):
             words: Any = np.full(end, neutral, kind)
             inner = self._reduction(torch.from_numpy(words), how, self.route, None, root=self.root)
             inner.plan(team, call_of(inner.name, inner.check, team), agreed)
+            inner.dest = torch.empty_like(inner.x) if self.root in (None, team.rank) else None
             self._parts.append((kind, inner, words, np.array(own, int), held, np.array(which, int)))
         self._result = [(path, leaves, {*leaves.values()} == {_FLOAT}) for path, leaves in union.items()]
         dicts = [key for key in team.repeats if type(key) is tuple and key[0] == "a dict"]
@@ -164,12 +165,10 @@ class ReduceDict(Operation):
     def forward(self, team: Team) -> Any:
         found: dict[type, Iterator[Any]] = {}
         with np.errstate(all="ignore"):
-            for kind, inner, blank, at, held, which in self._parts:
-                words, values, sets = blank.copy(), self._values[kind], len(held)
-                if self._weight:
-                    words[:sets] = held * self._weight
-                    words[at] = values if self._weight == 1 else values * self._weight
-                inner.sent = torch.from_numpy(words)
+            for kind, inner, words, at, held, which in self._parts:
+                values, weight, sets = self._values[kind], self._weight, len(held)
+                words[:sets] = held * weight
+                words[at] = values if weight == 1 else values * weight if weight else -0.0
                 total = inner.move(team)
                 if total is not None:
                     sums = total.numpy()

@@ -261,11 +261,13 @@ class ReduceScatter(Plannable):
 class Reduce(ReduceScatter):
     """Reduce the tensors of all ranks to the root or every rank.
 
-    The elements are cut into even blocks. Each rank reduces one of them, and the blocks are joined.
+    The elements are cut into even blocks. Each rank reduces one of them, and the blocks are joined. Of few elements,
+    the receivers reduce all: in host memory, those of all ranks are received where those of the last such call were.
     """
 
     root: Any = None
     scatters = False
+    _stack: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.name = "all_reduce" if self.root is None else "reduce"
@@ -296,10 +298,12 @@ class Reduce(ReduceScatter):
         send, whole = results.allocate(self.name, team, self.sizes, take, self.agreed)
         flat = None if whole is None else whole.view(-1)
         if self._together:
-            stack = None if flat is None else flat.new_empty((team.size, len(flat)))
-            self.carry(team, send, stack)
-            if stack is not None:
-                _reduced(self.op, stack.unbind(), flat)
+            if flat is not None and (self._stack is None or not flat.is_cpu):  # on a GPU, another stream may read it
+                self._stack = flat.new_empty((team.size, len(flat)))
+                self._parts = self._stack.unbind()
+            self.carry(team, send, self._stack)
+            if flat is not None:
+                _reduced(self.op, self._parts, flat)
         else:
             block = add_up(self.name, team, partial(self.carry, team), self._blocks, send, self.op)
             self.carry(team, block, flat, step=1)
