@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -11,20 +12,18 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout
-from hpcdist.collectives import results
 from hpcdist.collectives.kept import Movement, encode, numbers_of_all, prefix_of
 from hpcdist.collectives.run import Plannable, run
 from hpcdist.collectives.split import key_of
 from hpcdist.collectives.structures import check_classes, classes_of
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
-from hpcdist.control.codec import rebuild
 from hpcdist.routes.route import Alltoall, cut
 from hpcdist.runtime import world
 from hpcdist.tensors.blocks import Blocks, blocks
 from hpcdist.tensors.message import parse, whole
 from hpcdist.tensors.storage import as_bytes, row_major
-from hpcdist.tensors.tree import decode, flatten
+from hpcdist.tensors.tree import flatten, restore
 from hpcdist.validation import local
 from hpcdist.validation.collective import Agreed, Call
 
@@ -186,36 +185,31 @@ class AllToAll(Plannable):
     def move(self, team: Team) -> Tensor:
         x, (source, dest) = self.sent, self._sides
         if isinstance(x, Tensor):
-            y, send, recv = self._allocate(team, x, source, dest)
-            self.carry(team, send, recv)
-            dest.unpack(recv, y)
-            return y
+            return self._through(team, x, source, dest, partial(self.carry, team))
 
         def make() -> tuple[Tensor, list[Tensor]]:
             return dest.recv_buffer(None, self._device)[0], [as_bytes(row_major(part)) for part in x]
 
-        y, sends = results.allocate(self.name, team, self.sizes, make, self.agreed)
+        y, sends = self.allocate(team, make)
         recvs = cut(y, dest.counts, dest.displs)
         self.chosen(team).exchange(team, enumerate(sends), enumerate(recvs), self.messages[0][1].longest)
         return y
 
     def backward(self, team: Team, grad: Tensor) -> Tensor:
-        source, dest = self._sides
-        x, send, recv = self._allocate(team, grad, dest, source)
-        there = self.messages[0][1]
+        (source, dest), there = self._sides, self.messages[0][1]
         back = Alltoall(dest.counts, dest.displs, source.counts, source.displs, there.longest, there.total)
-        self.chosen(team).prepare(team, "alltoallv", back)(send, recv)
-        source.unpack(recv, x)
-        return x
+        return self._through(team, grad, dest, source, self.chosen(team).prepare(team, "alltoallv", back))
 
-    def _allocate(self, team: Team, x: Tensor, source: Blocks, dest: Blocks) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the result, the messages of `x`, and memory for those of the result. Collective."""
+    def _through(self, team: Team, x: Tensor, source: Blocks, dest: Blocks, transfer: Callable[..., None]) -> Tensor:
+        """Send the blocks of `x`, and return the tensor of those that arrive. Collective."""
 
         def make() -> tuple[Tensor, Tensor, Tensor]:
-            send, (y, recv) = source.pack(x), dest.recv_buffer(None, self._device)
-            return y, send, recv
+            return source.pack(x), *dest.recv_buffer(None, self._device)
 
-        return results.allocate(self.name, team, self.sizes, make, self.agreed)
+        send, y, recv = self.allocate(team, make)
+        transfer(send, recv)
+        dest.unpack(recv, y)
+        return y
 
 
 @dataclass(eq=False)
@@ -240,7 +234,6 @@ class AllToAllStructures(AllToAll):
 
         def rebuilt(message: Tensor) -> Any:
             header, packed = parse(message, inf)
-            tensors = header.unpack(packed, device)
-            return rebuild(header.spec, lambda kind, i: decode(kind, tensors[i], self.allow_pickle))
+            return restore(header.spec, header.unpack(packed, device), self.allow_pickle)
 
         self.finish = lambda y: list(map(rebuilt, split(y)))

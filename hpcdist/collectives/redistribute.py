@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout as layouts
-from hpcdist.collectives import results
 from hpcdist.collectives.kept import Movement, encode, numbers_of_all, prefix_of
 from hpcdist.collectives.run import Plannable, run
 from hpcdist.comm.team import Team
@@ -161,7 +160,7 @@ class Redistribute(Plannable):
             messages = (moves.source.pack(source), moves.buffer(y, self.typed)) if moves.longest else (source, y)
             return y, source, *messages
 
-        y, source, messages, buffer = results.allocate(self.name, team, self.sizes, make, self.agreed)
+        y, source, messages, buffer = self.allocate(team, make)
 
         def copy_own() -> None:
             for box, into in zip(moves.source.own, moves.dest.own, strict=True):

@@ -24,7 +24,7 @@ from hpcdist.tensors import pool
 from hpcdist.tensors.blocks import Blocks, blocks
 from hpcdist.tensors.message import SMALL
 from hpcdist.tensors.storage import copyable, row_major, sum_dtype
-from hpcdist.validation import collective, local
+from hpcdist.validation import local
 from hpcdist.validation.collective import Agreed, Call
 
 if TYPE_CHECKING:
@@ -229,16 +229,12 @@ class ReduceScatter(Plannable):
         extents = layout.counts_of(call.counts, call.extent, team.size)
         self._blocks = cut = blocks(call.x.shape, call.dim, tuple(extents), call.x.dtype)
         self.messages = [("alltoallv", blocks_of_all(cut, team))]
-        self.bind_all(team, call, agreed, extents, [box for (box,) in cut.boxes])
+        self.bind_all(team, call, agreed, [box for (box,) in cut.boxes])
 
-    def bind_all(
-        self, team: Team, call: Call, agreed: Agreed, extents: Sequence[int], dests: Sequence[Box | None]
-    ) -> None:
-        """Check `out`, and take the tensors of all ranks, of which each rank receives the same box, if any."""
+    def bind_all(self, team: Team, call: Call, agreed: Agreed, dests: Sequence[Box | None]) -> None:
+        """bind() the tensors of all ranks, of each of which a rank receives the same box, if any."""
         x, mine = call.x, dests[team.rank]
         assert x is not None
-        if agreed.outs:
-            collective.check_out(self.name, agreed.outs, extents, agreed.grad)
         recvs = [] if mine is None else [(rank, mine) for rank in range(team.size)]
         sources = [layout.whole(x.shape)] * team.size
         self.bind(team, call, agreed, Movement(x.shape, x.dtype, sources, dests, recvs, partial(_reduced, self.op)))
@@ -285,8 +281,7 @@ class Reduce(ReduceScatter):
         join = ("allgatherv" if root < 0 else "gatherv", what)
         self.messages = [join] if self._together else [("alltoallv", blocks_of_all(cut, team)), join]
         whole = layout.whole(x.shape)
-        dests = [whole if root in (-1, rank) else None for rank in range(size)]
-        self.bind_all(team, call, agreed, [call.extent] * size, dests)
+        self.bind_all(team, call, agreed, [whole if root in (-1, rank) else None for rank in range(size)])
 
     def move(self, team: Team) -> Tensor | None:
         x, out, receives = self.sent, self.dest, self.parts.dests[team.rank] is not None
@@ -295,7 +290,7 @@ class Reduce(ReduceScatter):
             new = receives and (out is None or not out.is_contiguous())
             return row_major(x).view(-1), pool.empty(x.shape, x.dtype, x.device) if new else out
 
-        send, whole = results.allocate(self.name, team, self.sizes, take, self.agreed)
+        send, whole = self.allocate(team, take)
         flat = None if whole is None else whole.view(-1)
         if self._together:
             if flat is not None and (self._stack is None or not flat.is_cpu):  # on a GPU, another stream may read it

@@ -6,13 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from hpcdist import activity, torch_names
 from hpcdist.activity import callsite
+from hpcdist.collectives import results
 from hpcdist.collectives.kept import Kept, Movement
 from hpcdist.comm.team import Team
 from hpcdist.errors import HpcdistError, coded
@@ -27,6 +28,8 @@ from hpcdist.validation import collective
 from hpcdist.validation.collective import Agreed, Call
 from hpcdist.validation.local import LIKE, ArgumentError, call_of, not_a_tensor
 
+T = TypeVar("T")
+
 
 class Operation(ABC):
     """One collective call: the part of each step that is specific to the operation.
@@ -38,7 +41,6 @@ class Operation(ABC):
         grad: whether the result has a gradient for any rank, as agreed by all ranks.
         which: number of the result among the team's results with a gradient, as text.
         kept: the call as its team keeps it; None if it is planned for every call.
-        unrouted: the route that a trace shows for a call without one.
         own: attributes that belong to one call, and are not kept for the next one like it.
         finish: converts what forward() returned to the caller's result, on this rank alone.
     """
@@ -50,7 +52,6 @@ class Operation(ABC):
     grad = False
     which = ""
     kept: Kept | None = None
-    unrouted = "headers"
     own: tuple[str, ...] = ("x", "out", "sent", "dest", "kept")
     finish: Callable[[Any], Any] | None = None
 
@@ -180,7 +181,14 @@ class Plannable(Operation):
         return given, own, out.dtype, out.shape, out.is_cpu or out.device
 
     def bind(self, team: Team, call: Call, agreed: Agreed, parts: Movement, prefix: int = 0) -> None:
-        """Take the tensors that forward() moves, and what of them moves, at the end of plan(); `prefix`: see Kept."""
+        """Take the tensors that forward() moves, and what of them moves, at the end of plan(); `prefix`: see Kept.
+
+        Raises:
+            RankError: on every rank, if the `out` of one does not match its result.
+        """
+        if agreed.outs:
+            extents = [(box.shape or (1,))[call.dim_arg] if box else 0 for box in parts.dests]
+            collective.check_out(self.name, agreed.outs, extents, agreed.grad)
         self.sent, self.dest, self.agreed, self.parts = call.x, call.out, agreed, parts
         self.sizes = [0 if box is None else parts.dtype.itemsize * prod(box.shape) for box in parts.dests]
         behind_headers = agreed.inline and MemoryKind.GPU not in agreed.kinds and self.route in ("auto", "mpi")
@@ -206,6 +214,10 @@ class Plannable(Operation):
         activity.took(route_name)
         transfers[step](send, recv, *meanwhile)
 
+    def allocate(self, team: Team, make: Callable[[], T]) -> T:
+        """Call `make`, which allocates this rank's result, and copies of its data to send: see results.allocate()."""
+        return results.allocate(self.name, team, self.sizes, make, self.agreed)
+
     def forward(self, team: Team) -> Tensor | None:
         result = None
         if self.shared:
@@ -230,6 +242,7 @@ _NO_DOUBLE = "transfers between ranks cannot be differentiated twice (create_gra
 _NO_BATCH = coded(
     "HD219", "batches of gradients (is_grads_batched, vectorize, vmap) cannot be sent: pass one at a time"
 )
+_UNROUTED = "headers"  # the route that a trace shows for a call without one
 _KEPT = ("auto", "mpi", "nccl")  # routes whose calls a team keeps
 MOST = 256  # calls that a team keeps
 _HEADERS = 2**16  # headers that it keeps with them: fewer calls in a large team
@@ -248,7 +261,7 @@ def run(op: Operation, team: Team, async_op: bool = False) -> Any:
     else:
         team.calls[False] += 1
         text = callsite.where(op.name, frames=2)  # of where() and run(); their caller may be the outermost frame
-        with activity.InCall(op.name, team, text=text, tensors=op.x, route=op.unrouted):
+        with activity.InCall(op.name, team, text=text, tensors=op.x, route=_UNROUTED):
             try:
                 result = op.execute(team)
                 if op.grad:
@@ -261,7 +274,7 @@ def run(op: Operation, team: Team, async_op: bool = False) -> Any:
 
 def _execute_later(op: Operation, team: Team) -> tuple[Any, Operation | None]:
     """(the result, the operation if it is needed for a gradient): else nothing of it outlives the call."""
-    activity.took(op.unrouted)
+    activity.took(_UNROUTED)
     result = op.execute(team)
     return result, op if op.grad else None
 
@@ -315,7 +328,7 @@ def _transposed(op: Operation, team: Team, grad: Tensor, create_graph: bool) -> 
     batched = torch_names.is_batched(grad) or torch_names.is_legacy_batched(grad)
     problem = _NO_BATCH if batched else _NO_DOUBLE if create_graph else None
     options = (("the result", op.which),)  # compared, since ranks might pass through different results
-    with activity.InCall(what, team, tensors=op.x, route=op.unrouted), abort.InStep(what, team.size):
+    with activity.InCall(what, team, tensors=op.x, route=_UNROUTED), abort.InStep(what, team.size):
         collective.exchange(team, Call(what, options=options, problem=problem))
         with abort.InTransfer(op.name, team.size):
             found: Tensor | None = op.backward(team, grad.resolve_conj().resolve_neg().contiguous())
