@@ -121,7 +121,7 @@ class ReduceDict(Operation):
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
         first, found = self._exchange(team)
-        union, holders, problems = _merged(found)
+        (union, holders, problems), (mine, *_) = _merged(found), _merged({team.rank: self._tables})
         wrong = {rank: coded("HD303", problems[peer]) for rank, peer in enumerate(first) if peer in problems}
         objects.raise_problems(self.name, wrong)
         mean, self._parts = self.op == "mean", []
@@ -134,7 +134,7 @@ class ReduceDict(Operation):
                 places[place] = range(end, end := end + numel)
             if end == len(sets):
                 continue
-            own = [i for place, _ in _words(_merged({0: self._tables})[0], kind) for i in places[place]]
+            own = [i for place, _ in _words(mine, kind) for i in places[place]]
             which = [sets[holders[place]] for place, where in places.items() for _ in where] if mean else []
             held = np.array([first[team.rank] in ranks for ranks in sets])
             words: Any = np.full(end, neutral, kind)
@@ -233,17 +233,17 @@ def _words(dicts: Dicts, kind: type) -> Iterator[tuple[Path, int]]:
 def _merged(found: dict[int, Tables]) -> tuple[Dicts, dict[Path, tuple[int, ...]], dict[int, str]]:
     """Return the union of the dicts of some ranks, the ranks that have each value, and what is wrong on a rank."""
     union: Dicts = {}
-    holders: dict[Path, tuple[int, ...]] = {}
+    holders: dict[Path, list[int]] = {}
     problems: dict[int, str] = {}
     for rank, tables in found.items():
         for table in tables:
             leaves = union.setdefault(table.path, {})
             for name, leaf in table.items():
                 place, expected = (*table.path, name), leaves.setdefault(name, leaf)
-                ranks = holders[place] = (*holders.get(place, ()), rank)
+                holders.setdefault(place, []).append(rank)
                 if leaf != expected:
-                    problems[rank] = f"{_shown(place)} is {leaf}, where rank {ranks[0]} has {expected}"
-    return union, holders, problems
+                    problems[rank] = f"{_shown(place)} is {leaf}, where rank {holders[place][0]} has {expected}"
+    return union, {place: tuple(ranks) for place, ranks in holders.items()}, problems
 
 
 def _filled(
