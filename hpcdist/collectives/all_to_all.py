@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hpcdist import layout
-from hpcdist.collectives import results
-from hpcdist.collectives.kept import Movement, encode, prefix_of
-from hpcdist.collectives.run import Described, Plannable, run
+from hpcdist.collectives.kept import Movement, encode, numbers_of_all, prefix_of
+from hpcdist.collectives.run import Plannable, run
 from hpcdist.collectives.split import key_of
 from hpcdist.collectives.structures import check_classes, classes_of
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
-from hpcdist.control.codec import rebuild
-from hpcdist.layout import Box
 from hpcdist.routes.route import Alltoall, cut
 from hpcdist.runtime import world
 from hpcdist.tensors.blocks import Blocks, blocks
 from hpcdist.tensors.message import parse, whole
 from hpcdist.tensors.storage import as_bytes, row_major
-from hpcdist.tensors.tree import decode, flatten
+from hpcdist.tensors.tree import flatten, restore
 from hpcdist.validation import local
 from hpcdist.validation.collective import Agreed, Call
 
@@ -110,6 +107,7 @@ class AllToAll(Plannable):
 
     Attributes:
         extents: extents along dim of what this rank sends, after validation.
+        several: whether the caller passed a list.
         sent: this rank's tensor, or its list of them, detached.
     """
 
@@ -123,6 +121,9 @@ class AllToAll(Plannable):
     out = None
     name = "all_to_all"
 
+    def __post_init__(self) -> None:
+        self.several = isinstance(self.x, (list, tuple))
+
     def arguments(self) -> Hashable:
         return key_of(self.counts, self.name, self.dim, self.route)
 
@@ -132,89 +133,83 @@ class AllToAll(Plannable):
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
         assert call.x is not None and call.tensor is not None
-        (dtype, _, shape), sends, size, rank = call.tensor, self.extents, team.size, team.rank
-        if agreed.inline:
-            nbytes = 8 * size
-            data = b"".join([team.headers.data(peer, 0, nbytes) for peer in range(size)])
-            table = np.frombuffer(data, np.int64).reshape(size, size)
-            received, starts = table[:, rank].tolist(), table[:, :rank].sum(1).tolist()
-            totals = list(zip(table.sum(1).tolist(), table.sum(0).tolist(), strict=True))
-        else:
-            received, starts = team.comm.alltoall(sends), [0] * size
-            totals = team.comm.allgather((sum(sends), sum(received)))
-        row, at, several = abs(prod(shape)), call.dim, isinstance(self.sent, list)  # the shape has -1 along dim
-        scale, like, dim = (row, (-1,), 0) if several else (1, shape, at)
-
-        def box(start: int, extent: int) -> Box:
-            return Box(
-                tuple([scale * start if i == dim else 0 for i in range(len(like))]),
-                tuple([scale * extent if n < 0 else n for n in like]),
-            )
-
-        source, dest = (blocks(like, dim, tuple([scale * n for n in of]), dtype) for of in (sends, received))
+        (dtype, _, shape), at, several = call.tensor, call.dim, self.several
+        received, starts, totals = self._counts(team, agreed)
+        row = abs(prod(shape))  # the shape has -1 along dim
+        scale, like, dim = (row, (0,), 0) if several else (1, shape, at)
+        source, dest = (blocks(like, dim, tuple([scale * n for n in of]), dtype) for of in (self.extents, received))
         self._sides, self._device = (source, dest), call.x.device
-        places = layout.displs(received)
         # In the result of this rank, the tensors of the others lie so that their parts for it are in place.
-        sources = [box(place - start, sent) for place, start, (sent, _) in zip(places, starts, totals, strict=True)]
-        recvs = [(peer, box(place, n)) for peer, (place, n) in enumerate(zip(places, received, strict=True))]
-        dests = [box(0, n) for _, n in totals]
-        sent = self.sent
-        self.bind(team, call, agreed, Movement(dest.shape, dtype, sources, dests, recvs), prefix_of(size))
-        self.sent = sent
+        whole, places = layout.whole(dest.shape), zip(layout.displs(received), starts, totals, strict=True)
+        sources = [
+            whole.narrow(dim, scale * (place - start), scale * (place - start + sent))
+            for place, start, (sent, _) in places
+        ]
+        dests = [whole.narrow(dim, 0, scale * n) for _, n in totals]
+        recvs = [(peer, box) for peer, (box,) in enumerate(dest.boxes)]
+        self.bind(team, call, agreed, Movement(dest.shape, dtype, sources, dests, recvs), prefix_of(team.size))
+        if isinstance(self.x, (list, tuple)):
+            self.sent = [local.ready(part, "x") for part in self.x]
         width = row * dtype.itemsize
         self.sizes = [width * max(both) for both in totals]  # in both directions
-        self._limits = width * max(agreed.extents), max(self.sizes)
-        self.messages = "alltoallv", Alltoall(source.counts, source.displs, dest.counts, dest.displs, *self._limits)
+        counts = source.counts, source.displs, dest.counts, dest.displs
+        self.messages = [("alltoallv", Alltoall(*counts, width * max(agreed.extents), max(self.sizes)))]
         shapes = [(*shape[:at], n, *shape[at + 1 :]) for n in received]
         numels = [scale * n for n in received]
 
         def finish(y: Tensor) -> Any:
             if several:
-                return [
-                    part.view(shape)
-                    for part, shape in zip(torch.unsafe_split_with_sizes(y, numels), shapes, strict=True)
-                ]
+                parts = torch.unsafe_split_with_sizes(y, numels)
+                return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
             return y, received.copy()
 
         assert self.kept is not None
         self.finish = self.kept.finish = finish
 
-    def described(self, team: Team) -> Described:
-        sent, received = (side.nbytes - side.counts[team.rank] for side in self._sides)
-        return Described(sent, received, self.parts.shape, self.parts.dests[team.rank])
+    def _counts(self, team: Team, agreed: Agreed) -> tuple[list[int], Sequence[int], list[tuple[int, int]]]:
+        """Exchange the extents. Collective.
+
+        Returns:
+            Those that this rank receives; where these parts start in the tensors of their ranks, if the data may have
+            come behind the headers; and what each rank sends and receives in all.
+        """
+        size, rank = team.size, team.rank
+        if agreed.inline:
+            rows = numbers_of_all(team, size)
+            columns = list(zip(*rows, strict=True))
+            totals = list(zip(map(sum, rows), map(sum, columns), strict=True))
+            return list(columns[rank]), [sum(row[:rank]) for row in rows], totals
+        received = team.comm.alltoall(self.extents)
+        return received, [0] * size, team.comm.allgather((sum(self.extents), sum(received)))
 
     def move(self, team: Team) -> Tensor:
         x, (source, dest) = self.sent, self._sides
         if isinstance(x, Tensor):
-            y, send, recv = self._allocate(team, x, source, dest)
-            self.carry(team, send, recv)
-            dest.unpack(recv, y)
-            return y
+            return self._through(team, x, source, dest, partial(self.carry, team))
 
         def make() -> tuple[Tensor, list[Tensor]]:
             return dest.recv_buffer(None, self._device)[0], [as_bytes(row_major(part)) for part in x]
 
-        y, sends = results.allocate(self.name, team, self.sizes, make, self.agreed)
+        y, sends = self.allocate(team, make)
         recvs = cut(y, dest.counts, dest.displs)
-        self.chosen(team).exchange(team, enumerate(sends), enumerate(recvs), self._limits[0])
+        self.chosen(team).exchange(team, enumerate(sends), enumerate(recvs), self.messages[0][1].longest)
         return y
 
     def backward(self, team: Team, grad: Tensor) -> Tensor:
-        source, dest = self._sides
-        x, send, recv = self._allocate(team, grad, dest, source)
-        what = Alltoall(dest.counts, dest.displs, source.counts, source.displs, *self._limits)
-        self.chosen(team).prepare(team, "alltoallv", what)(send, recv)
-        source.unpack(recv, x)
-        return x
+        (source, dest), there = self._sides, self.messages[0][1]
+        back = Alltoall(dest.counts, dest.displs, source.counts, source.displs, there.longest, there.total)
+        return self._through(team, grad, dest, source, self.chosen(team).prepare(team, "alltoallv", back))
 
-    def _allocate(self, team: Team, x: Tensor, source: Blocks, dest: Blocks) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the result, the messages of `x`, and memory for those of the result. Collective."""
+    def _through(self, team: Team, x: Tensor, source: Blocks, dest: Blocks, transfer: Callable[..., None]) -> Tensor:
+        """Send the blocks of `x`, and return the tensor of those that arrive. Collective."""
 
         def make() -> tuple[Tensor, Tensor, Tensor]:
-            send, (y, recv) = source.pack(x), dest.recv_buffer(None, self._device)
-            return y, send, recv
+            return source.pack(x), *dest.recv_buffer(None, self._device)
 
-        return results.allocate(self.name, team, self.sizes, make, self.agreed)
+        send, y, recv = self.allocate(team, make)
+        transfer(send, recv)
+        dest.unpack(recv, y)
+        return y
 
 
 @dataclass(eq=False)
@@ -239,7 +234,6 @@ class AllToAllStructures(AllToAll):
 
         def rebuilt(message: Tensor) -> Any:
             header, packed = parse(message, inf)
-            tensors = header.unpack(packed, device)
-            return rebuild(header.spec, lambda kind, i: decode(kind, tensors[i], self.allow_pickle))
+            return restore(header.spec, header.unpack(packed, device), self.allow_pickle)
 
         self.finish = lambda y: list(map(rebuilt, split(y)))

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout
-from hpcdist.collectives import results
 from hpcdist.collectives.kept import Movement
-from hpcdist.collectives.reduce import add_up
+from hpcdist.collectives.reduce import add_up, blocks_of_all
 from hpcdist.collectives.run import Plannable, run
 from hpcdist.collectives.structures import Joining, JoinStructures
 from hpcdist.comm.team import Team
@@ -20,7 +19,7 @@ from hpcdist.runtime import world
 from hpcdist.tensors import pool
 from hpcdist.tensors.blocks import blocks
 from hpcdist.tensors.storage import row_major
-from hpcdist.validation import collective, local
+from hpcdist.validation import local
 from hpcdist.validation.collective import Agreed, Call
 
 if TYPE_CHECKING:
@@ -202,12 +201,11 @@ class Join(Joining, Plannable):
         assert call.x is not None
         self._root, self._dim = call.root, call.dim
         cut = self._blocks = blocks(call.x.shape, call.dim, agreed.extents, call.x.dtype)
-        if agreed.outs:
-            collective.check_out(self.name, agreed.outs, [cut.shape[call.dim]] * team.size, agreed.grad)
         sources, whole = [box for (box,) in cut.boxes], layout.whole(cut.shape)
         dests = [whole if call.root in (-1, rank) else None for rank in range(team.size)]
         recvs = list(enumerate(sources)) if dests[team.rank] is not None else []
-        self.messages = "gatherv" if self.rooted else "allgatherv", Vector(cut.counts, cut.displs, max(0, call.root))
+        what = Vector(cut.counts, cut.displs, max(0, call.root))
+        self.messages = [("gatherv" if self.rooted else "allgatherv", what)]
         self.bind(team, call, agreed, Movement(cut.shape, cut.dtype, sources, dests, recvs))
 
     def in_window(self, team: Team) -> Tensor | None:
@@ -222,7 +220,7 @@ class Join(Joining, Plannable):
             whole, buffer = cut.recv_buffer(self.dest, shard.device) if receives else (shard, shard)
             return whole, buffer, row_major(shard, self.dest if receives else None)
 
-        whole, buffer, mine = results.allocate(self.name, team, self.sizes, take, self.agreed)
+        whole, buffer, mine = self.allocate(team, take)
         self.carry(team, mine, buffer if receives else None)
         if not receives:
             return None
@@ -234,7 +232,7 @@ class Join(Joining, Plannable):
         if self.rooted:
             part = pool.empty(x.shape, x.dtype, x.device)
             messages = cut.pack(grad) if team.rank == self._root else None
-            route.prepare(team, "scatterv", self.messages[1])(messages, part)
+            route.prepare(team, "scatterv", self.messages[0][1])(messages, part)
             return part
         # Every rank has a gradient for every shard.
-        return add_up(self.name, team, route, cut, grad)
+        return add_up(self.name, team, route.prepare(team, "alltoallv", blocks_of_all(cut, team)), cut, grad)

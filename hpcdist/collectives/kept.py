@@ -30,6 +30,8 @@ class Movement(NamedTuple):
         shape, dtype: those of the whole tensor.
         sources, dests: box that each rank sends, and box that it receives; None for a rank that sends or receives none.
         recvs: (source, box) pairs that make up this rank's part of the result.
+        combine: makes the result, or writes it to `out`, of what arrived from the ranks, all of it of one box; None if
+            each part has its own place in the result.
     """
 
     shape: tuple[int, ...]
@@ -37,14 +39,7 @@ class Movement(NamedTuple):
     sources: Sequence[Box | None]
     dests: Sequence[Box | None]
     recvs: Sequence[tuple[int, Box]]
-
-    def traffic(self, rank: int) -> tuple[int, int]:
-        """Return the bytes that a rank sends to, and receives from, other ranks."""
-        nothing = Box((0,) * len(self.shape), (0,) * len(self.shape))
-        sources, dests = ([box or nothing for box in boxes] for boxes in (self.sources, self.dests))
-        moves = layout.overlaps(sources, dests, rank)
-        sent, received = (sum(box.size() for peer, box in of if peer != rank) for of in (moves.sends, moves.recvs))
-        return self.dtype.itemsize * sent, self.dtype.itemsize * received
+    combine: Callable[[Sequence[Tensor], Tensor | None], Tensor] | None = None
 
 
 class Kept:
@@ -89,7 +84,8 @@ class Kept:
         if parts is None or self._box is None:
             return
         self._dtype, itemsize, places = parts.dtype, parts.dtype.itemsize, []
-        self._pieces: list[tuple[Tensor, tuple[slice, ...]]] | None = None
+        self._combine = parts.combine
+        self._pieces = None if self._combine is None else self._cut(parts, prefix)
         self._spare: list[tuple[Tensor, Any]] = []  # results that are given to later calls, and their memory
         self._most = 0
         for source, box in sorted(parts.recvs, key=itemgetter(1)):
@@ -109,7 +105,7 @@ class Kept:
         messages, pieces = torch.frombuffer(self._buffers.all, dtype=torch.uint8), []
         for source, box in parts.recvs:
             held, begin = parts.sources[source], self._buffers.starts[source] + prefix
-            if held is not None and box.size():
+            if held is not None:
                 part = messages[begin : begin + parts.dtype.itemsize * held.size()].view(parts.dtype).view(held.shape)
                 pieces.append((copyable(part[box.slices(held.offset)]), box.slices(self._box.offset)))
         return pieces
@@ -159,6 +155,8 @@ class Kept:
         buffers = self._buffers
         if self._box is None:
             return None
+        if self._combine is not None and self._pieces is not None:
+            return self._combine([piece for piece, _ in self._pieces], out)
         if out is not None:
             memory = buffers.memory(out.data_ptr(), out.nbytes)
         else:
@@ -181,6 +179,11 @@ class Kept:
 def prefix_of(numbers: int) -> int:
     """Return the bytes of encode(): a multiple of 16, so that data of any dtype are aligned behind them."""
     return -(-numbers // 2) * 16
+
+
+def numbers_of_all(team: Team, numbers: int) -> list[array[int]]:
+    """Return what encode() encoded on each rank, of `numbers` numbers, behind whose headers it came."""
+    return [array("q", team.headers.data(rank, 0, 8 * numbers)) for rank in range(team.size)]
 
 
 def encode(numbers: Sequence[int]) -> bytes:

@@ -18,7 +18,7 @@ from hpcdist.comm.team import Team
 from hpcdist.errors import HpcdistError, refusal
 from hpcdist.layout import Box
 from hpcdist.process import abort
-from hpcdist.routes.route import Method
+from hpcdist.routes.route import Alltoall, Method, Vector
 from hpcdist.runtime import world
 from hpcdist.runtime.plan import Plan, planners
 from hpcdist.tensors import pool
@@ -34,11 +34,12 @@ _OPERATIONS: dict[Any, Callable[..., Operation]] = {
     join.concat: partial(join.Join, "concat"),
     split.split: split.Scatter,
     redistribute.redistribute: redistribute.Redistribute,
-    reduce.reduce_scatter: partial(reduce.Reduce, "reduce_scatter"),
+    reduce.reduce_scatter: reduce.ReduceScatter,
     reduce.reduce: reduce.operation,
-    reduce.all_reduce: partial(reduce.Reduce, "all_reduce"),
+    reduce.all_reduce: reduce.Reduce,
     all_to_all.all_to_all: all_to_all.AllToAll,
 }
+_WITHIN = Method("copies within each rank", "no rank needs data of another one")
 
 
 def plan(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None, **options: Any) -> Plan:
@@ -104,8 +105,11 @@ def plan(verb: Callable[..., Any], *args: Any, group: GroupLike | None = None, *
 def _described(name: str, op: Plannable, team: Team, agreed: Agreed) -> Plan:
     """Return the plan of an operation, which forgets its tensors. Collective."""
     route, parts, inline = op.chosen(team), op.parts, op.kept is not None and op.kept.inline
-    sent, received, shape, box = op.described(team)
-    methods = [BEHIND_HEADERS] if inline else op.methods(team)
+    shape, box = parts.shape, parts.dests[team.rank]
+    traffic = [_traffic(team, *message) for message in op.messages]
+    methods = [BEHIND_HEADERS if inline else _WITHIN]
+    if op.messages and not inline:
+        methods = [route.method(team, operation, what.total, what.longest) for operation, what in op.messages]
     if op.shared:
         methods = [_shared(team, prod(shape) * parts.dtype.itemsize, methods[0])]
     reasons = [team.routes[op.route, agreed.kinds][1], *(method.reason for method in methods if method.reason)]
@@ -124,14 +128,28 @@ def _described(name: str, op: Plannable, team: Team, agreed: Agreed) -> Plan:
         verb=name,
         route=route.name,
         methods=tuple(dict.fromkeys(method.name for method in methods)),
-        sent=sent,
-        received=received,
+        sent=sum(sent for sent, _ in traffic),
+        received=sum(received for _, received in traffic),
         result=result,
         reasons=tuple(reasons),
         shape=shape,
         box=box or Box(nothing, nothing),
         _call=_kept(name, op, team),
     )
+
+
+def _traffic(team: Team, operation: str, what: Vector | Alltoall) -> tuple[int, int]:
+    """Return the bytes that this rank sends to, and receives from, other ranks."""
+    rank = team.rank
+    if isinstance(what, Alltoall):
+        return sum(what.sendcounts) - what.sendcounts[rank], sum(what.recvcounts) - what.recvcounts[rank]
+    own = what.counts[rank]
+    rest = what.total - own
+    if operation == "allgatherv":
+        return own * (team.size - 1), rest
+    is_root = rank == what.root
+    nbytes = rest if is_root else own
+    return (nbytes, 0) if is_root == (operation == "scatterv") else (0, nbytes)
 
 
 def _shared(team: Team, nbytes: int, otherwise: Method) -> Method:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -13,14 +12,13 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout as layouts
-from hpcdist.collectives import results
-from hpcdist.collectives.kept import Movement, encode, prefix_of
+from hpcdist.collectives.kept import Movement, encode, numbers_of_all, prefix_of
 from hpcdist.collectives.run import Plannable, run
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import RankError, refusal
 from hpcdist.layout import Box, Layout
-from hpcdist.routes.route import Alltoall, Method, Route
+from hpcdist.routes.route import Alltoall, Route
 from hpcdist.runtime import world
 from hpcdist.tensors import pool
 from hpcdist.tensors.blocks import Blocks
@@ -130,8 +128,7 @@ class Redistribute(Plannable):
         assert x is not None
         ndim = x.dim()
         if agreed.inline:
-            nbytes = 8 * (1 + 2 * ndim)
-            rows: list[Sequence[int]] = [array("q", team.headers.data(r, 0, nbytes)) for r in range(team.size)]
+            rows: Sequence[Sequence[int]] = numbers_of_all(team, 1 + 2 * ndim)
         else:
             rows = objects.all_gather_object(team.comm, _shapes(call))
         shapes = tuple(tuple(row[1 : 1 + ndim]) for row in rows)
@@ -144,13 +141,10 @@ class Redistribute(Plannable):
         moves = self.moves
         outs = {rank: tuple(row[1 + ndim : 1 + 2 * ndim]) for rank, row in enumerate(rows) if row[0]}
         collective.check_out(self.name, outs, [box.shape for box in moves.boxes], agreed.grad, "shape {}")
+        counts = moves.source.counts, moves.source.displs, moves.dest.counts, moves.dest.displs
+        self.messages = [("alltoallv", Alltoall(*counts, moves.longest, moves.total))] if moves.longest else []
         parts = Movement(moves.shape, x.dtype, moves.held, moves.boxes, moves.recvs)
         self.bind(team, call, agreed, parts, prefix_of(1 + 2 * ndim))
-
-    def methods(self, team: Team) -> list[Method]:
-        if not self.moves.longest:
-            return [Method("copies within each rank", "no rank needs data of another one")]
-        return [self.chosen(team).method(team, "alltoallv", self.moves.total, self.moves.longest)]
 
     def move(self, team: Team) -> Tensor:
         shard, dest, moves = self.sent, self.dest, self.moves
@@ -166,15 +160,16 @@ class Redistribute(Plannable):
             messages = (moves.source.pack(source), moves.buffer(y, self.typed)) if moves.longest else (source, y)
             return y, source, *messages
 
-        y, source, messages, buffer = results.allocate(self.name, team, self.sizes, make, self.agreed)
+        y, source, messages, buffer = self.allocate(team, make)
 
         def copy_own() -> None:
             for box, into in zip(moves.source.own, moves.dest.own, strict=True):
                 copyable(y[into.slices()]).copy_(copyable(source[box.slices()]))
 
         if moves.longest:
-            if self.transfer is None:
-                self.messages = "alltoallv", moves.messages(moves.source, source, messages, moves.dest, y, buffer)
+            if self.transfers is None:
+                what = moves.messages(moves.source, source, messages, moves.dest, y, buffer)
+                self.messages = [("alltoallv", what)]
             self.carry(team, messages, buffer, copy_own)
             moves.dest.unpack(buffer, y)
         else:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from torch import Tensor
@@ -11,19 +12,19 @@ from torch.distributed import ReduceOp
 
 from hpcdist import layout
 from hpcdist.collectives import results
-from hpcdist.collectives.kept import Kept, Movement
+from hpcdist.collectives.kept import Movement
 from hpcdist.collectives.metrics import ReduceDict
-from hpcdist.collectives.run import Described, Operation, Plannable, run
+from hpcdist.collectives.run import Operation, Plannable, run
 from hpcdist.collectives.split import key_of
 from hpcdist.comm.team import Team
 from hpcdist.layout import Box
-from hpcdist.routes.route import Alltoall, Method, Route, Vector
+from hpcdist.routes.route import Alltoall, Vector
 from hpcdist.runtime import world
 from hpcdist.tensors import pool
 from hpcdist.tensors.blocks import Blocks, blocks
 from hpcdist.tensors.message import SMALL
-from hpcdist.tensors.storage import sum_dtype
-from hpcdist.validation import collective, local
+from hpcdist.tensors.storage import copyable, row_major, sum_dtype
+from hpcdist.validation import local
 from hpcdist.validation.collective import Agreed, Call
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def reduce_scatter(
         >>> hd.reduce_scatter(torch.arange(4) + rank, counts=[0, 1, 3])
         tensor([], dtype=torch.int64)   # on rank 0; tensor([3]) on rank 1, tensor([6, 9, 12]) on rank 2
     """
-    return run(Reduce("reduce_scatter", x, op, route, out, dim, counts), world.team_of(group), async_op)
+    return run(ReduceScatter(x, op, route, out, dim, counts), world.team_of(group), async_op)
 
 
 # fmt: off
@@ -163,8 +164,7 @@ def operation(x: Any, root: Any, op: Any, weights: Any, route: Any, out: Any) ->
     """Return the operation of a call of reduce()."""
     if isinstance(x, dict) or weights is not None:
         return ReduceDict(Reduce, x, root, op, route, out, weights)
-    name, at = ("all_reduce", -1) if root is None else ("reduce", root)
-    return Reduce(name, x, op, route, out, root=at)
+    return Reduce(x, op, route, out, root=root)
 
 
 # fmt: off
@@ -202,157 +202,154 @@ def all_reduce(
         >>> hd.all_reduce(torch.tensor([1.0, rank]), "mean")
         tensor([1., 1.])   # on every rank
     """
-    return run(Reduce("all_reduce", x, op, route, out), world.team_of(group), async_op)
-
-
-class KeptReduction(Kept):
-    """A kept reduction: the parts of all ranks come behind the headers, and every rank that has a result reduces them.
-
-    Attributes:
-        how: name of the reduction.
-    """
-
-    how: str
-
-    def take(self, out: Tensor | None) -> Tensor | None:
-        parts = super().take(None)
-        return None if parts is None else _reduced(parts, self.how, out)
+    return run(Reduce(x, op, route, out), world.team_of(group), async_op)
 
 
 @dataclass(eq=False)
-class Reduce(Plannable):
-    """Reduce the tensors of all ranks: into one block for each rank, or to the root or every rank.
+class ReduceScatter(Plannable):
+    """Reduce the tensors of all ranks into one block for each rank."""
 
-    For reduce and all_reduce, the elements are cut into even blocks. Each rank reduces one of them, and the blocks are
-    joined.
-    """
-
-    verb: str
     x: Any
     op: Any
     route: Any
     out: Any
     dim: Any = 0
     counts: Any = None
-    root: Any = -1
-    keeper = KeptReduction
+    sent: Tensor = field(init=False)
+    name = "reduce_scatter"
+    root = None
+    scatters = True
     check = local.check_reduction
 
-    def __post_init__(self) -> None:
-        self.name = self.verb  # a plan has another name
-
     def arguments(self) -> Hashable:
-        return key_of(self.counts, self.verb, self.op, self.route, self.dim, self.root)
+        return key_of(self.counts, self.name, self.op, self.route, self.dim)
 
     def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
-        x, size, self._root, self._scatters = call.x, team.size, call.root, self.verb == "reduce_scatter"
+        assert call.x is not None
+        extents = layout.counts_of(call.counts, call.extent, team.size)
+        self._blocks = cut = blocks(call.x.shape, call.dim, tuple(extents), call.x.dtype)
+        self.messages = [("alltoallv", blocks_of_all(cut, team))]
+        self.bind_all(team, call, agreed, [box for (box,) in cut.boxes])
+
+    def bind_all(self, team: Team, call: Call, agreed: Agreed, dests: Sequence[Box | None]) -> None:
+        """bind() the tensors of all ranks, of each of which a rank receives the same box, if any."""
+        x, mine = call.x, dests[team.rank]
         assert x is not None
-        shape, dim, cut = (x.shape, call.dim, call.extent) if self._scatters else ((0,), 0, x.numel())
-        extents = layout.counts_of(call.counts, cut, size)
-        self._blocks = blocks(tuple(shape), dim, tuple(extents), x.dtype)
-        # One message of all data takes less time than two of blocks.
-        self._together = size * self._blocks.nbytes <= SMALL and not self._scatters
-        what = Vector.packed([self._blocks.nbytes] * size if self._together else self._blocks.counts, max(0, call.root))
-        self.messages = "allgatherv" if call.root < 0 else "gatherv", what
-        self._flat = Blocks(x.shape, [[layout.whole(x.shape)]], x.dtype)
-        if agreed.outs:
-            expected = extents if self._scatters else [call.extent] * size
-            collective.check_out(self.name, agreed.outs, expected, agreed.grad)
-        # The tensors of all ranks are parts of one stack.
-        boxes = [box if self._scatters else layout.whole(x.shape) for (box,) in self._blocks.boxes]
-        sources = [Box((rank, *(0,) * x.dim()), (1, *x.shape)) for rank in range(size)]
-        dests = [
-            Box((0, *box.offset), (size, *box.shape)) if call.root in (-1, rank) else None
-            for rank, box in enumerate(boxes)
-        ]
-        mine = boxes[team.rank]
-        recvs = [(rank, Box((rank, *mine.offset), (1, *mine.shape))) for rank in range(size)]
-        self.bind(team, call, agreed, Movement((size, *x.shape), x.dtype, sources, dests, recvs))
-        assert isinstance(self.kept, KeptReduction)
-        self.kept.how = self.op
-
-    def methods(self, team: Team) -> list[Method]:
-        blocks = [self.chosen(team).method(team, "alltoallv", *_sizes(self._blocks, team.size))]
-        return ([] if self._together else blocks) + ([] if self._scatters else super().methods(team))
-
-    def described(self, team: Team) -> Described:
-        sent, received, shape, box = super().described(team)
-        if not (
-            self._scatters or self._together or (self.kept is not None and self.kept.inline)
-        ):  # the blocks, and then their sums
-            cut, own = self._blocks, self._blocks.counts[team.rank]
-            receives = self._root in (-1, team.rank)
-            sent = cut.nbytes - own + own * ((team.size if self._root < 0 else 1) - receives)
-            received = own * (team.size - 1) + (cut.nbytes - own) * receives
-        return Described(sent, received, shape[1:], box and Box(box.offset[1:], box.shape[1:]))
+        recvs = [] if mine is None else [(rank, mine) for rank in range(team.size)]
+        sources = [layout.whole(x.shape)] * team.size
+        self.bind(team, call, agreed, Movement(x.shape, x.dtype, sources, dests, recvs, partial(_reduced, self.op)))
 
     def move(self, team: Team) -> Tensor | None:
-        return self._move(team, self.sent, self.dest)
-
-    def _move(self, team: Team, x: Any, out: Tensor | None) -> Tensor | None:
-        if self._scatters:
-            return add_up(self.name, team, self.chosen(team), self._blocks, x, self.op, out)
-        flat, receives = self._flat, [self._root in (-1, rank) for rank in range(team.size)]
-
-        def take() -> tuple[Tensor, Any, Any]:
-            return flat.pack(x).view(-1), *(flat.recv_buffer(out, x.device) if receives[team.rank] else (None, None))
-
-        sizes = [x.nbytes * int(receives_it) for receives_it in receives]
-        whole: Tensor | None
-        send, whole, buffer = results.allocate(self.name, team, sizes, take, self.agreed)
-        joined = None if buffer is None else buffer.view(-1)
-        if self._together:
-            parts = None if joined is None else joined.new_empty((team.size, len(joined)))
-            self.carry(team, send, parts)
-            if parts is not None:
-                _reduced(parts, self.op, joined)
-        else:
-            self.carry(team, add_up(self.name, team, self.chosen(team), self._blocks, send, self.op), joined)
-        if whole is not None:
-            flat.unpack(buffer, whole)
-        return whole
+        return add_up(self.name, team, partial(self.carry, team), self._blocks, self.sent, self.op, self.dest)
 
     def backward(self, team: Team, grad: Tensor) -> Tensor | None:
-        if self.verb == "all_reduce":
-            self.transfer = None  # that of the call may be the background's
-            return self._move(team, grad, None)
-        cut = self._blocks
-        if not self._scatters:  # the whole comes from the root
-            extents = [cut.shape[0] if rank == self._root else 0 for rank in range(team.size)]
-            cut = blocks((0,), 0, tuple(extents), cut.dtype)
+        return self.joined(team, grad, self._blocks)
+
+    def joined(self, team: Team, grad: Tensor, cut: Blocks) -> Tensor:
+        """Join the blocks of a gradient that the ranks have, for the `x` of each rank. Collective."""
         whole, buffer = cut.recv_buffer(None, grad.device)
         self.chosen(team).prepare(team, "allgatherv", Vector(cut.counts, cut.displs))(grad, buffer)
         cut.unpack(buffer, whole)
         return whole if self.op == "sum" else (whole.to(sum_dtype(cut.dtype)) / team.size).to(cut.dtype)
 
 
+@dataclass(eq=False)
+class Reduce(ReduceScatter):
+    """Reduce the tensors of all ranks to the root or every rank.
+
+    The elements are cut into even blocks. Each rank reduces one of them, and the blocks are joined. Of few elements,
+    the receivers reduce all: in host memory, those of all ranks are received where those of the last such call were.
+    """
+
+    root: Any = None
+    scatters = False
+    _stack: Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.name = "all_reduce" if self.root is None else "reduce"
+
+    def arguments(self) -> Hashable:
+        return key_of(None, self.name, self.op, self.route, self.root)
+
+    def plan(self, team: Team, call: Call, agreed: Agreed) -> None:
+        x, size, root = call.x, team.size, call.root
+        assert x is not None
+        self._blocks = cut = blocks((0,), 0, tuple(layout.counts_of("block", x.numel(), size)), x.dtype)
+        # One message of all data takes less time than two of blocks.
+        self._together = agreed.inline or size * x.nbytes <= SMALL
+        what = Vector.packed([x.nbytes] * size if self._together else cut.counts, max(0, root))
+        join = ("allgatherv" if root < 0 else "gatherv", what)
+        self.messages = [join] if self._together else [("alltoallv", blocks_of_all(cut, team)), join]
+        whole = layout.whole(x.shape)
+        self.bind_all(team, call, agreed, [whole if root in (-1, rank) else None for rank in range(size)])
+
+    def move(self, team: Team) -> Tensor | None:
+        x, out, receives = self.sent, self.dest, self.parts.dests[team.rank] is not None
+
+        def take() -> tuple[Tensor, Tensor | None]:
+            new = receives and (out is None or not out.is_contiguous())
+            return row_major(x).view(-1), pool.empty(x.shape, x.dtype, x.device) if new else out
+
+        send, whole = self.allocate(team, take)
+        flat = None if whole is None else whole.view(-1)
+        if self._together:
+            if flat is not None and (self._stack is None or not flat.is_cpu):  # on a GPU, another stream may read it
+                self._stack = flat.new_empty((team.size, len(flat)))
+                self._parts = self._stack.unbind()
+            self.carry(team, send, self._stack)
+            if flat is not None:
+                _reduced(self.op, self._parts, flat)
+        else:
+            block = add_up(self.name, team, partial(self.carry, team), self._blocks, send, self.op)
+            self.carry(team, block, flat, step=1)
+        if whole is None or out is None or out is whole:
+            return whole
+        return copyable(out).copy_(copyable(whole))
+
+    def backward(self, team: Team, grad: Tensor) -> Tensor | None:
+        if self.root is None:
+            self.sent, self.transfers = grad, None  # those of the call may be the background's
+            return self.move(team)
+        counts = [0] * team.size  # the whole comes from the root
+        counts[self.root] = sum(self._blocks.shape)
+        return self.joined(team, grad, blocks((0,), 0, tuple(counts), grad.dtype))
+
+
+def blocks_of_all(cut: Blocks, team: Team) -> Alltoall:
+    """Return the messages by which each rank receives its block of every rank's tensor."""
+    mine, longest = cut.counts[team.rank], max(cut.counts)
+    places = [mine * rank for rank in range(team.size)]
+    return Alltoall(cut.counts, cut.displs, [mine] * team.size, places, longest, max(cut.nbytes, longest * team.size))
+
+
 def add_up(
-    verb: str, team: Team, route: Route, cut: Blocks, x: Tensor, op: str = "sum", out: Tensor | None = None
+    verb: str,
+    team: Team,
+    transfer: Callable[..., None],
+    cut: Blocks,
+    x: Tensor,
+    op: str = "sum",
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Exchange the blocks of `x`, and reduce those for this rank in rank order, in `out` or new memory. Collective."""
-    size, mine = team.size, cut.counts[team.rank]
-    total, longest = _sizes(cut, size)
+    """Exchange the blocks of `x`, and reduce those for this rank in rank order, in `out` or new memory. Collective.
+
+    Args:
+        transfer: carries out what blocks_of_all() returns.
+    """
 
     def take() -> tuple[Tensor, Tensor]:
-        return cut.pack(x), pool.empty((size, *cut.boxes[team.rank][0].shape), x.dtype, x.device, fixed=True)
+        return cut.pack(x), pool.empty((team.size, *cut.boxes[team.rank][0].shape), x.dtype, x.device, fixed=True)
 
-    send, parts = results.everywhere(verb, team, size * longest, take)
-    places = [mine * rank for rank in range(size)]
-    what = Alltoall(cut.counts, cut.displs, [mine] * size, places, longest, total)
-    route.prepare(team, "alltoallv", what)(send, parts)
-    return _reduced(parts, op, out)
+    send, stack = results.everywhere(verb, team, team.size * max(cut.counts), take)
+    transfer(send, stack)
+    return _reduced(op, stack.unbind(), out)
 
 
-def _sizes(cut: Blocks, size: int) -> tuple[int, int]:
-    """Return the bytes of all messages of a rank, and of the longest one: see Alltoall."""
-    longest = max(cut.counts)
-    return max(cut.nbytes, longest * size), longest
-
-
-def _reduced(parts: Tensor, op: str, out: Tensor | None) -> Tensor:
+def _reduced(op: str, parts: Sequence[Tensor], out: Tensor | None) -> Tensor:
+    """Reduce the tensors of all ranks in rank order, in `out` or new memory."""
     from hpcdist.backend.reductions import reduction  # which imports MPI
 
     if out is None:
-        out = pool.empty(parts.shape[1:], parts.dtype, parts.device)
-    reduction(getattr(ReduceOp, local.REDUCTIONS[op]), parts.dtype).of(parts.unbind(), out)
+        out = pool.empty(parts[0].shape, parts[0].dtype, parts[0].device)
+    reduction(getattr(ReduceOp, local.REDUCTIONS[op]), out.dtype).of(parts, out)
     return out

@@ -6,20 +6,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from hpcdist import activity, torch_names
 from hpcdist.activity import callsite
+from hpcdist.collectives import results
 from hpcdist.collectives.kept import Kept, Movement
 from hpcdist.comm.team import Team
 from hpcdist.errors import HpcdistError, coded
-from hpcdist.layout import Box
 from hpcdist.process import abort
 from hpcdist.routes import select
-from hpcdist.routes.route import Alltoall, Method, Route, Vector
+from hpcdist.routes.route import Alltoall, Route, Vector
 from hpcdist.runtime import background
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.eager import recorded
@@ -27,6 +27,8 @@ from hpcdist.tensors.storage import copyable, is_plain, written
 from hpcdist.validation import collective
 from hpcdist.validation.collective import Agreed, Call
 from hpcdist.validation.local import LIKE, ArgumentError, call_of, not_a_tensor
+
+T = TypeVar("T")
 
 
 class Operation(ABC):
@@ -39,7 +41,6 @@ class Operation(ABC):
         grad: whether the result has a gradient for any rank, as agreed by all ranks.
         which: number of the result among the team's results with a gradient, as text.
         kept: the call as its team keeps it; None if it is planned for every call.
-        unrouted: the route that a trace shows for a call without one.
         own: attributes that belong to one call, and are not kept for the next one like it.
         finish: converts what forward() returned to the caller's result, on this rank alone.
     """
@@ -51,7 +52,6 @@ class Operation(ABC):
     grad = False
     which = ""
     kept: Kept | None = None
-    unrouted = "headers"
     own: tuple[str, ...] = ("x", "out", "sent", "dest", "kept")
     finish: Callable[[Any], Any] | None = None
 
@@ -104,36 +104,25 @@ class Operation(ABC):
         raise NotImplementedError
 
 
-class Described(NamedTuple):
-    """What a plan says of this rank: see :class:`hpcdist.runtime.plan.Plan`."""
-
-    sent: int
-    received: int
-    shape: tuple[int, ...]
-    box: Box | None
-
-
 class Plannable(Operation):
     """An operation on one tensor, which can be kept after its plan, to be executed with other ones.
 
     Attributes:
         shared: whether the ranks of a node are to share the result.
-        keeper: how its team keeps it.
         number: of the plan that is executed, among those of the team; 0 in plan(); None without a plan.
         like: facts of the tensors for which the plan was made: dtype, shape, device.
-        messages: operation of the route that moves the data, and its messages.
-        transfer: name of the route, and what carries that operation out; None before it is chosen.
+        messages: the operations of the route that move the data, one after the other, and their messages.
+        transfers: name of the route, and what carries out each of these; None before it is chosen.
         sizes: bytes of the result of each rank.
         sent, dest, agreed, parts: tensor that this rank sends, and memory for its result if there is some, validated
             and detached; headers of all ranks; what moves.
     """
 
     shared = False
-    keeper: type[Kept] = Kept
     number: int | None = None
     like: tuple[Any, ...] | None = None
-    transfer: tuple[str, Callable[..., None]] | None = None
-    messages: tuple[str, Vector | Alltoall]
+    transfers: tuple[str, list[Callable[..., None]]] | None = None
+    messages: list[tuple[str, Vector | Alltoall]]
     sizes: Sequence[int]
     sent: Tensor | None
     dest: Tensor | None
@@ -160,15 +149,6 @@ class Plannable(Operation):
     @abstractmethod
     def arguments(self) -> Hashable:
         """Return the arguments of the call besides `x` and `out`; None if they may change in place, or equal others."""
-
-    def methods(self, team: Team) -> list[Method]:
-        """Return how move() would move the data. Collective, after plan()."""
-        operation, what = self.messages
-        return [self.chosen(team).method(team, operation, what.total, what.longest)]
-
-    def described(self, team: Team) -> Described:
-        """Return what a plan says of this rank."""
-        return Described(*self.parts.traffic(team.rank), self.parts.shape, self.parts.dests[team.rank])
 
     @abstractmethod
     def move(self, team: Team) -> Tensor | None:
@@ -201,7 +181,14 @@ class Plannable(Operation):
         return given, own, out.dtype, out.shape, out.is_cpu or out.device
 
     def bind(self, team: Team, call: Call, agreed: Agreed, parts: Movement, prefix: int = 0) -> None:
-        """Take the tensors that forward() moves, and what of them moves, at the end of plan(); `prefix`: see Kept."""
+        """Take the tensors that forward() moves, and what of them moves, at the end of plan(); `prefix`: see Kept.
+
+        Raises:
+            RankError: on every rank, if the `out` of one does not match its result.
+        """
+        if agreed.outs:
+            extents = [(box.shape or (1,))[call.dim_arg] if box else 0 for box in parts.dests]
+            collective.check_out(self.name, agreed.outs, extents, agreed.grad)
         self.sent, self.dest, self.agreed, self.parts = call.x, call.out, agreed, parts
         self.sizes = [0 if box is None else parts.dtype.itemsize * prod(box.shape) for box in parts.dests]
         behind_headers = agreed.inline and MemoryKind.GPU not in agreed.kinds and self.route in ("auto", "mpi")
@@ -210,20 +197,26 @@ class Plannable(Operation):
             for nbytes, box in zip(agreed.inlines, parts.sources, strict=True)
         )
         behind = agreed.inlines[team.rank]
-        self.kept = self.keeper(team, call.x, behind, parts if inline else None, prefix)
+        self.kept = Kept(team, call.x, behind, parts if inline else None, prefix)
 
     def chosen(self, team: Team) -> Route:
         """Return the route of the data. Collective, after plan(); raises the same on all ranks."""
         return select.agreed(self.name, self.route, team, self.agreed.kinds)
 
-    def carry(self, team: Team, send: Tensor | None, recv: Tensor | None, *meanwhile: Callable[[], object]) -> None:
-        """Carry out `messages` by the route, which a repeated call does not choose again. Collective."""
-        if self.transfer is None:
+    def carry(
+        self, team: Team, send: Tensor | None, recv: Tensor | None, *meanwhile: Callable[[], object], step: int = 0
+    ) -> None:
+        """Carry out one of `messages` by the route, which a repeated call does not choose again. Collective."""
+        if self.transfers is None:
             route = self.chosen(team)
-            self.transfer = route.name, route.prepare(team, *self.messages)
-        route_name, transfer = self.transfer
+            self.transfers = route.name, [route.prepare(team, *message) for message in self.messages]
+        route_name, transfers = self.transfers
         activity.took(route_name)
-        transfer(send, recv, *meanwhile)
+        transfers[step](send, recv, *meanwhile)
+
+    def allocate(self, team: Team, make: Callable[[], T]) -> T:
+        """Call `make`, which allocates this rank's result, and copies of its data to send: see results.allocate()."""
+        return results.allocate(self.name, team, self.sizes, make, self.agreed)
 
     def forward(self, team: Team) -> Tensor | None:
         result = None
@@ -249,6 +242,7 @@ _NO_DOUBLE = "transfers between ranks cannot be differentiated twice (create_gra
 _NO_BATCH = coded(
     "HD219", "batches of gradients (is_grads_batched, vectorize, vmap) cannot be sent: pass one at a time"
 )
+_UNROUTED = "headers"  # the route that a trace shows for a call without one
 _KEPT = ("auto", "mpi", "nccl")  # routes whose calls a team keeps
 MOST = 256  # calls that a team keeps
 _HEADERS = 2**16  # headers that it keeps with them: fewer calls in a large team
@@ -267,7 +261,7 @@ def run(op: Operation, team: Team, async_op: bool = False) -> Any:
     else:
         team.calls[False] += 1
         text = callsite.where(op.name, frames=2)  # of where() and run(); their caller may be the outermost frame
-        with activity.InCall(op.name, team, text=text, tensors=op.x, route=op.unrouted):
+        with activity.InCall(op.name, team, text=text, tensors=op.x, route=_UNROUTED):
             try:
                 result = op.execute(team)
                 if op.grad:
@@ -280,7 +274,7 @@ def run(op: Operation, team: Team, async_op: bool = False) -> Any:
 
 def _execute_later(op: Operation, team: Team) -> tuple[Any, Operation | None]:
     """(the result, the operation if it is needed for a gradient): else nothing of it outlives the call."""
-    activity.took(op.unrouted)
+    activity.took(_UNROUTED)
     result = op.execute(team)
     return result, op if op.grad else None
 
@@ -334,7 +328,7 @@ def _transposed(op: Operation, team: Team, grad: Tensor, create_graph: bool) -> 
     batched = torch_names.is_batched(grad) or torch_names.is_legacy_batched(grad)
     problem = _NO_BATCH if batched else _NO_DOUBLE if create_graph else None
     options = (("the result", op.which),)  # compared, since ranks might pass through different results
-    with activity.InCall(what, team, tensors=op.x, route=op.unrouted), abort.InStep(what, team.size):
+    with activity.InCall(what, team, tensors=op.x, route=_UNROUTED), abort.InStep(what, team.size):
         collective.exchange(team, Call(what, options=options, problem=problem))
         with abort.InTransfer(op.name, team.size):
             found: Tensor | None = op.backward(team, grad.resolve_conj().resolve_neg().contiguous())

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout
-from hpcdist.collectives import results
 from hpcdist.collectives.kept import Movement, encode, prefix_of
 from hpcdist.collectives.run import Plannable, run
 from hpcdist.collectives.structures import Distribution
 from hpcdist.comm.team import Group, Team
 from hpcdist.control import objects
-from hpcdist.control.codec import rebuild
 from hpcdist.errors import coded, refusal
 from hpcdist.routes.route import Vector
 from hpcdist.runtime import background, world
@@ -25,8 +23,8 @@ from hpcdist.tensors import pool
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.blocks import Blocks, blocks
 from hpcdist.tensors.storage import DTYPES, copyable, row_major
-from hpcdist.tensors.tree import decode
-from hpcdist.validation import collective, local
+from hpcdist.tensors.tree import restore
+from hpcdist.validation import local
 from hpcdist.validation.collective import Agreed, Call
 
 if TYPE_CHECKING:
@@ -158,13 +156,11 @@ class Scatter(Plannable):
         self._root = call.root
         sources = [layout.whole(cut.shape) if rank == call.root else None for rank in range(team.size)]
         dests = [box for (box,) in cut.boxes]
-        if agreed.outs:
-            collective.check_out(self.name, agreed.outs, [box.shape[call.dim_arg] for box in dests], agreed.grad)
         on_gpu = agreed.kinds[team.rank] == MemoryKind.GPU
         own = team.settings.device if on_gpu else torch.device("cpu")
         self._device = own if call.x is None else call.x.device
         parts = Movement(cut.shape, cut.dtype, sources, dests, [(call.root, dests[team.rank])])
-        self.messages = "scatterv", Vector(cut.counts, cut.displs, call.root)
+        self.messages = [("scatterv", Vector(cut.counts, cut.displs, call.root))]
         self.bind(team, call, agreed, parts, prefix_of(2 + len(cut.shape) + team.size))
 
     def in_window(self, team: Team) -> Tensor | None:
@@ -183,7 +179,7 @@ class Scatter(Plannable):
             buffer = part if part.is_contiguous() else pool.empty(part.shape, part.dtype, part.device)
             return part, buffer, None if self.sent is None else row_major(cut.pack(self.sent), dest)
 
-        part, buffer, messages = results.allocate(self.name, team, self.sizes, take, self.agreed)
+        part, buffer, messages = self.allocate(team, take)
         self.carry(team, messages, buffer)
         if buffer is not part:
             copyable(part).copy_(copyable(buffer))
@@ -193,7 +189,7 @@ class Scatter(Plannable):
         cut, total, buffer = self._blocks, None, None
         if self.sent is not None:
             total, buffer = cut.recv_buffer(None, self._device)
-        self.chosen(team).prepare(team, "gatherv", self.messages[1])(grad, buffer)
+        self.chosen(team).prepare(team, "gatherv", self.messages[0][1])(grad, buffer)
         if total is not None and buffer is not None:
             cut.unpack(buffer, total)
         return total
@@ -205,7 +201,7 @@ def key_of(counts: Any, *given: Any) -> tuple[Hashable, ...] | None:
         counts = tuple(counts)
     elif not (counts is None or type(counts) is str):
         return None
-    return (*given, counts) if {int, str}.issuperset(map(type, given)) else None
+    return (*given, counts) if {int, str, type(None)}.issuperset(map(type, given)) else None
 
 
 def _encoded(call: Call, size: int) -> bytes:
@@ -233,6 +229,6 @@ def _local(op: Scatter, group: Group) -> Any:
         raise refusal(ValueError, "HD211", f"split(): {call.problem}")
     if call.trees:
         mine = call.trees[rank]
-        return rebuild(mine.spec, lambda kind, i: decode(kind, mine.tensors[i], True))
+        return restore(mine.spec, mine.tensors, True)
     counts = layout.counts_of(call.counts, call.extent, size)
     return op.x.narrow(call.dim, layout.displs(counts)[rank], counts[rank])

@@ -14,7 +14,7 @@ from hpcdist.collectives import results
 from hpcdist.collectives.run import Operation
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
-from hpcdist.control.codec import classes_in, rebuild, same_class
+from hpcdist.control.codec import classes_in, same_class
 from hpcdist.errors import RankError, coded
 from hpcdist.routes import select
 from hpcdist.routes.route import Message, Route, Vector
@@ -23,7 +23,7 @@ from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.blocks import Blocks, blocks
 from hpcdist.tensors.message import MessageContents, MessageHeader, check_memory, encode, join, pack, parse
 from hpcdist.tensors.storage import as_bytes, copyable, of_bytes, row_major
-from hpcdist.tensors.tree import Tree, check_same, decode, merge
+from hpcdist.tensors.tree import Tree, check_same, decode, merge, restore
 from hpcdist.validation import local
 from hpcdist.validation.collective import Agreed, Call, show_shape
 
@@ -256,4 +256,4 @@ class Distribution:
     def finish(self, received: tuple[MessageHeader, Buffers]) -> Any:
         """Rebuild this rank's structure."""
         header, buffers = received
-        return rebuild(header.spec, lambda kind, i: decode(kind, buffers[i], self._allow_pickle))
+        return restore(header.spec, buffers, self._allow_pickle)

@@ -20,14 +20,13 @@ from hpcdist.activity import callsite
 from hpcdist.comm.messages import Envelope, memory, pieces, with_envelope
 from hpcdist.comm.team import Context, Group
 from hpcdist.comm.worker import Worker
-from hpcdist.control.codec import rebuild
 from hpcdist.errors import HpcdistError
 from hpcdist.process import abort
 from hpcdist.runtime.background import Handle, check_threads
 from hpcdist.tensors import accelerator, pool
 from hpcdist.tensors.message import MessageContents, check_memory, encode, join, parse
 from hpcdist.tensors.storage import Scratch, as_bytes
-from hpcdist.tensors.tree import Tree, decode
+from hpcdist.tensors.tree import Tree, restore
 
 T = TypeVar("T")
 
@@ -159,7 +158,7 @@ def receive(context: Context, group: Group, turn: RecvTurn, allow_pickle: bool) 
     for i, x in large.items():
         x = x.view(header.metas[i].dtype).view(header.metas[i].shape)
         tensors[i] = x.to(device) if i in to_gpu else x
-    return rebuild(header.spec, lambda kind, i: decode(kind, tensors[i], allow_pickle)), source
+    return restore(header.spec, tensors, allow_pickle), source
 
 
 @dataclass

@@ -124,6 +124,11 @@ def decode(kind: str, x: Tensor, allow_pickle: bool) -> Any:
         raise HpcdistError("HD202", text) from error
 
 
+def restore(spec: Any, tensors: Sequence[Tensor] | dict[int, Tensor], allow_pickle: bool) -> Any:
+    """Rebuild a structure of its description and its received tensors, by number: see decode()."""
+    return rebuild(spec, lambda kind, i: decode(kind, tensors[i], allow_pickle))
+
+
 # A named tuple whose fields depend on each other
 _PACKED = "torch.nn.utils.rnn:PackedSequence"
 _NOT_MERGED = (

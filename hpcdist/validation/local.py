@@ -53,8 +53,7 @@ def call_of(verb: str, check: Callable[..., None], *arguments: Any) -> Call:
     """Make the call that `check` describes, its last argument. An error is recorded in the call, not raised."""
     call = Call(verb)
     try:
-        if (reason := recorded()) is not None:
-            raise ArgumentError("HD219", reason)
+        refuse_tracing()
         check(*arguments, call)
     except Exception as error:  # including errors of an argument's own methods, which all ranks must raise
         call.problem = problem_of(error)
@@ -68,7 +67,7 @@ def check_shard(op: Any, team: Team, call: Call) -> None:
         _check_shared(op)
     call.x = describe(call, op.x, op.dim, "x")
     call.dim_arg = call.dim
-    call.grad = op.x.requires_grad and _needs_grad(op.x, op.out)
+    call.grad = _needs_grad(op.x, op.out)
     if op.rooted:
         call.root = _root(op.root, team.size)
     call.route = _route(op.route)
@@ -138,7 +137,7 @@ def check_split(op: Any, rank: int, size: int, on_gpu: bool, call: Call) -> None
         if op.x is not None and op.x.dim() == 0:
             raise ArgumentError("HD204", "x has no dimension to split along: it is 0-d")
         call.x = describe(call, op.x, op.dim, "x")
-        call.grad = op.x.requires_grad and _needs_grad(op.x, op.out)
+        call.grad = _needs_grad(op.x, op.out)
         layout.counts_of(call.counts, call.extent, size)
         _check_out(op, rank, call)
     else:
@@ -149,15 +148,14 @@ def check_split(op: Any, rank: int, size: int, on_gpu: bool, call: Call) -> None
 
 def check_reduction(op: Any, team: Team, call: Call) -> None:
     """Check a reduction: every rank passes a tensor of the same shape."""
-    scatters = op.verb == "reduce_scatter"
     call.route = _route(op.route)
-    if op.verb == "reduce":
+    if op.root is not None:
         call.root = _root(op.root, team.size)
     call.options = (("x", "a tensor"), ("op", _reduction(op.op)))
     rows = describe(call, op.x, op.dim, "x")
     call.x = rows.view(op.x.shape)
     dtype = rows.dtype
-    if scatters:
+    if op.scatters:
         if op.x.dim() == 0:
             raise ArgumentError("HD204", "x has no dimension to split along: it is 0-d")
         counts = _counts(op.counts)
@@ -167,7 +165,7 @@ def check_reduction(op: Any, team: Team, call: Call) -> None:
     lacks = (whole and op.op == "mean") or (dtype.is_complex and op.op in ("min", "max"))
     if lacks or dtype in storage.BARE or (dtype in _UNSIGNED and not rows.is_cpu):
         raise ArgumentError("HD202", f"x has dtype {dtype}, of which there is no {op.op} on {rows.device}: convert it")
-    call.grad = op.x.requires_grad and _needs_grad(op.x, op.out)
+    call.grad = _needs_grad(op.x, op.out)
     if call.grad and op.op not in ("sum", "mean"):
         text = f"x requires a gradient, but op {op.op!r} has none: use sum or mean, or torch.no_grad()"
         raise ArgumentError("HD208", text)
@@ -210,7 +208,7 @@ def check_layouts(op: Any, call: Call) -> None:
             raise ArgumentError("HD213", f"{name} must be a layout (Split, Block, Replicate, Boxes), got {show(value)}")
     call.x = ready(op.x, "x")
     call.options = (("src", op.src), ("dst", op.dst))
-    call.grad = op.x.requires_grad and _needs_grad(op.x, op.out)
+    call.grad = _needs_grad(op.x, op.out)
     call.tensor = (op.x.dtype, op.x.dim(), ())
     call.kind = MemoryKind.CPU if op.x.is_cpu else MemoryKind.GPU
     call.route = _route(op.route)
@@ -223,7 +221,7 @@ def check_layouts(op: Any, call: Call) -> None:
 
 def check_exchange(op: Any, team: Team, call: Call) -> list[Tensor]:
     """Check all_to_all: every rank passes a list of tensors, or one tensor and counts. Return those, ready."""
-    several = isinstance(op.x, (list, tuple))
+    several = op.several
     call.options = (("x", "a list of tensors" if several else "a tensor"),)
     call.route = _route(op.route)
     if op.out is not None:
@@ -239,16 +237,16 @@ def check_exchange(op: Any, team: Team, call: Call) -> list[Tensor]:
         like = {LIKE.format(dtype, show_shape(shape), x.device) for x, (dtype, _, shape) in kinds}
         if len(like) > 1:
             raise ArgumentError("HD303", f"the tensors of x differ: {', '.join(sorted(like))}")
-        call.x = xs[0]
         if torch.is_grad_enabled() and any(x.requires_grad for x in op.x):
             op.x = torch.cat([x.reshape(-1) for x in op.x])
+            xs = [op.x.detach()]
+        call.x = xs[0]
     else:
         call.x = describe(call, op.x, op.dim, "x")
         xs, op.extents = [call.x], layout.counts_of(_counts(op.counts), call.extent, team.size)
     call.dim_arg = call.dim
-    call.grad = isinstance(op.x, Tensor) and op.x.requires_grad and _needs_grad(op.x, None)
+    call.grad = isinstance(op.x, Tensor) and _needs_grad(op.x, None)
     call.extent = max(op.extents)
-    op.sent = xs if several else call.x
     return xs
 
 
@@ -267,8 +265,8 @@ def _check_shared(op: Any) -> None:
 
 
 def _needs_grad(x: Tensor, out: Any) -> bool:
-    """Return whether `x`, which requires one, needs a gradient; raise an ArgumentError if it would be lost."""
-    if not torch.is_grad_enabled():
+    """Return whether `x` needs a gradient; raise an ArgumentError if it would be lost."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
         return False
     if out is not None:
         raise ArgumentError(LOSES_GRADIENT)
