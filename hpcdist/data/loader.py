@@ -150,6 +150,7 @@ class Loader:
             ValueError: the state is of other data, or these are shuffled in another way.
         """
         self.leave()
+        self._running += 1
         self.sampler.load_state_dict(state)
 
     def epoch(self, epoch: int) -> Iterator[Any]:
@@ -186,21 +187,22 @@ class Loader:
             left.result()
 
     def _batches(self, number: int, epoch: Epoch) -> Iterator[Any]:
-        sampler, team = self.sampler, self._team
+        sampler, team, given = self.sampler, self._team, self.sampler.given
         options: tuple[tuple[str, object], ...] = tuple(sampler.state_dict().items())
         ready: Handle[Any] | None = None
-        if number != self._running or sampler.given >= epoch.end:
-            return
-        self._in_loop = True
+        self._in_loop = given < epoch.end and number == self._running
         try:
-            while number == self._running and sampler.given < epoch.end:
+            while given < epoch.end:
+                if number != self._running:
+                    text = "this loader has begun another epoch, or loaded a state: its batches before end there"
+                    raise refusal(RuntimeError, "HD419", text)
                 error: Exception | None = None
                 with activity.InCall(VERB, team), abort.InStep(VERB, team.size):
                     self._wait_left()
                     try:
-                        batch = self._make(team, epoch, sampler.given) if ready is None and not self._ahead else None
+                        batch = self._make(team, epoch, given) if ready is None and not self._ahead else None
                         if self._ahead:
-                            batch = (ready or self._submit(epoch, sampler.given)).wait()
+                            batch = (ready or self._submit(epoch, given)).wait()
                     except RankError:  # on all ranks
                         raise
                     except Exception as caught:
@@ -212,10 +214,10 @@ class Loader:
                     except RankError as refused:
                         raise refused from error
                 options, ready = (), None
-                sampler.given = min(sampler.given + sampler.batch_size, epoch.end)
-                self._in_loop = sampler.given < epoch.end
+                sampler.given = given = min(given + sampler.batch_size, epoch.end)
+                self._in_loop = given < epoch.end
                 if self._in_loop and self._ahead:
-                    ready = self._submit(epoch, sampler.given)
+                    ready = self._submit(epoch, given)
                 yield batch
                 batch = None
         finally:
@@ -264,7 +266,8 @@ class Loader:
             if self._whole:
                 columns = segment.columns(inside[own == number])
             else:
-                columns = segment.exchange(team, inside, [part[which[part] == number] for part in parts])
+                with abort.InTransfer(VERB, team.size):
+                    columns = segment.exchange(team, inside, [part[which[part] == number] for part in parts])
             found.append((np.flatnonzero(own == number), columns))
         return merged(found)
 
