@@ -125,3 +125,25 @@ def test_staging_into_gpu_and_host_memory(gpu_world, folder):
     assert got["a"].device == device
     assert torch.equal(got["a"].cpu(), whole)
     assert torch.equal(got["b"].cpu(), whole[0] + 1)
+
+
+@pytest.mark.parametrize("keep", ["node", "file"])
+def test_batches_on_the_gpu(keep, gpu_world, folder):
+    """Copied before the step needs them; what the caller's stream then does finds them there."""
+    if gpu_world.rank == 0:
+        x = torch.arange(1000 * 64).view(1000, 64)
+        hd.staging.save(folder / "x.h5", {"x": x, "y": x[:, 0] * 2.0}, dim=None, group=gpu_world.comm.Split(0))
+    else:
+        gpu_world.comm.Split(1)
+    gpu_world.comm.Barrier()
+    data = hd.data.open(folder / "x.h5", ["x", "y"], keep)
+    loader = hd.data.Loader(data, 7, even="short", device=gpu_world.device, window=2**16)
+    for epoch in range(2):
+        sums = []
+        for x, y in loader.epoch(epoch):
+            assert on_gpu(x) and on_gpu(y)
+            assert torch.equal(2.0 * x[:, 0], y)
+            sums.append(x[:, 0] // 64)
+        whole = hd.concat(torch.cat(sums))
+        assert whole.sort().values.tolist() == list(range(1000))
+    loader.close()
