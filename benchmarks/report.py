@@ -21,6 +21,7 @@ from results import (
     HPCDIST_NEW,
     HPCDIST_SHARED,
     KINDS,
+    Amount,
     Case,
     Peak,
     Record,
@@ -128,7 +129,11 @@ def resident(record: Record, row: Row) -> Spread | None:
     return alike(max(record.resident.ranks) / _MIB) if record.resident else None
 
 
-MEASURES = {f.__name__: f for f in (times, over_raw, memory, slower_than_a_route, slower_than_gloo, resident)}
+def amount(record: Record, row: Row) -> Spread | None:
+    return next((found.spread for found in record.amounts if found.name == row["ours"]), None)
+
+
+MEASURES = {f.__name__: f for f in (times, over_raw, memory, slower_than_a_route, slower_than_gloo, resident, amount)}
 
 
 def by_gloo(records: Iterable[Record]) -> list[tuple[Case, Spread]]:
@@ -325,6 +330,12 @@ def memory_table(record: Record, kind: str) -> str:
         "of the result",
     ]
     return table(head, [[p.name, f"{p.extra / _MIB:.1f}", f"{p.extra / p.result:.3f}"] for p in found])
+
+
+def amounts_table(title: str, amounts: Sequence[Amount]) -> str:
+    """Format figures that were measured in some rounds."""
+    rows = [[a.name, figure(a.spread.median), span(a.spread), str(len(a.values))] for a in amounts]
+    return table([title, "median", "IQR", "rounds"], rows)
 
 
 def start_up(record: Mapping[str, Any] | None = None) -> str:
