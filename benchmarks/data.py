@@ -42,7 +42,7 @@ from hpcdist.data.sampler import Order
 from hpcdist.formats import plain
 
 BATCH = 64
-FEWEST = 3  # rounds, for a way that is too slow for all of them
+FEWEST, SHARE = 5, 2  # rounds, and seconds of all rounds, that each way gets at least
 FIXED, SMALL, RAGGED = "samples of 16 KiB", "samples of 256 B", "samples of 1 to 64 KiB"
 ROWS = {FIXED: 2**14, SMALL: 2**8}  # bytes of a sample
 SHORTEST, LONGEST = 2**10, 2**16  # bytes of a ragged one
@@ -263,7 +263,7 @@ def measure(case: Case, ways: Sequence[Way], rounds: int, seconds: float) -> lis
         each, batches = sample(case, way)
         costs.append(case.comm.bcast(time.monotonic() - begin))
         timings.append(results.Timing(way.name, batches, []))
-    share = case.comm.bcast(until - time.monotonic()) / len(ways)
+    share = max(SHARE, case.comm.bcast(until - time.monotonic()) / len(ways))
     taken = [min(rounds, max(FEWEST, int(share / cost))) for cost in costs]
     total = max(taken)
     turns = [{i * total // n for i in range(n)} for n in taken]
