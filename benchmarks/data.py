@@ -530,7 +530,7 @@ def run(asked: argparse.Namespace, comm: MPI.Intracomm, folder: Path) -> None:
     """Measure all that is asked for, print on rank 0, write JSON."""
     root, end = comm.rank == 0, time.monotonic() + asked.seconds
     record = harness.start("data-hosts" if asked.inside else "data", comm)
-    record.versions["h5py"] = h5py.__version__
+    record.versions |= {"h5py": h5py.__version__, "data of": results.show_size(asked.size)}
     steps = [("wires", FIXED)] if asked.inside else [(part, layout) for part in asked.only for layout in PARTS[part]]
     for done, (part, layout) in enumerate(tqdm(steps, "data", disable=None if root else True)):
         seconds = comm.bcast(max(0, end - time.monotonic()) / (len(steps) - done))

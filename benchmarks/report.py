@@ -372,6 +372,7 @@ TOPICS = {
     "backend": ("torch.distributed", ("backend",)),
     "staging": ("save and load", ("staging",)),
     "checkpoints": ("Checkpoints", ("checkpoints",)),
+    "data": ("The data loader", ("data", "data-hosts")),
     "amounts": ("Memory and small calls", ()),
 }
 
@@ -392,12 +393,13 @@ def summary(records: Sequence[Record]) -> str:
                 'Times faster than what follows "against", the quartiles in brackets; bold: the target is missed.'
             ]
             parts += [target_table(records, topic, False)]
-        mine = [record for record in records if record.verb in verbs and record.cases]
+        mine = [record for record in records if record.verb in verbs and (record.cases or record.amounts)]
         for mpi in mpis(mine):
             parts.append(f"### {title}, {mpi}")
             for record in (record for record in mine if record.mpi == mpi):
                 whats = dict.fromkeys(case.what for case in record.cases)
                 wide = record.verb in ("backend", "overlap")
+                parts += [amounts_table(record.verb, record.amounts)] if record.amounts else []
                 parts += [times_table(record)] if wide else [times_table(record, what) for what in whats]
                 parts += [memory_table(record, kind) for kind in ("peaks", "nodes") if getattr(record, kind)]
     parts += ["## Start-up", start_up(), "## Skipped", skipped(records)]
