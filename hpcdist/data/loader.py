@@ -265,6 +265,7 @@ class _Files:
         self.window = window
         sizes = np.array([np.diff(field.rows(cuts)) * field.row for field in data.described]).sum(0)
         largest = int(sizes.max(initial=0))
+        window = min(window, len(cuts) - 1)  # few data
         share = min(window, -(-window * (ends[self._places.node + 1] - ends[self._places.node]) // ends[-1]) + 1)
         nbytes = share * largest + 64 * len(data.described)
         self._windows = [take(team, nbytes) for _ in range(2)]
