@@ -1,12 +1,12 @@
 """The data loader beside torch's DataLoader over h5py, beside indexing of memory, and over wires of 1 Gbit/s.
 
-mpirun -n 2 python benchmarks/data.py --folder DIR          DIR on the disk to measure, with space for three times --size
+mpirun -n 2 python benchmarks/data.py --folder DIR          DIR on the disk to measure, with space for 3 times --size
 mpirun -n 2 python benchmarks/data.py --only memory,warm --size 1G --rounds 10
 python benchmarks/data.py --hosts                           two hosts of network namespaces: root, iproute2, util-linux
 
-Parts: "bytes" that are read from the files; "cold": an epoch after the page cache was dropped; "memory": batches of data
-in memory; "warm": the same beside files in the page cache; "first": the first batch of many small samples in many files;
-"shuffle": how well keep="file" shuffles. --hosts: bytes on the wire, and what steps hide of an epoch.
+Parts: "bytes" that are read from the files; "cold": an epoch after the page cache was dropped; "memory": batches of
+data in memory; "warm": the same beside files in the page cache; "first": the first batch of many small samples in many
+files; "shuffle": how well keep="file" shuffles. --hosts: bytes on the wire, and what steps hide of an epoch.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def measure(case: Case, ways: Sequence[Way], rounds: int, seconds: float) -> lis
             for _ in range(len(case.loaders[-1]) - 1):
                 next(iterator)
         begin = time.monotonic()
-        each, batches = sample(case, way)
+        _, batches = sample(case, way)
         costs.append(case.comm.bcast(time.monotonic() - begin))
         timings.append(results.Timing(way.name, batches, []))
     share = max(SHARE, case.comm.bcast(until - time.monotonic()) / len(ways))
@@ -526,6 +526,17 @@ def made(comm: MPI.Intracomm, folder: Path, layout: str, size: int) -> Case:
     return Case(comm, path, layout, nbytes)
 
 
+def amounts(
+    part: str, comm: MPI.Intracomm, case: Case | None, folder: Path, asked: argparse.Namespace
+) -> Iterator[Amount]:
+    """Measure a part without ways that are compared. Collective."""
+    if part == "shuffle":
+        return shuffled(asked.size)
+    if case is None:
+        return first_batch(comm, folder / "many", min(10**7, asked.size // 100), asked.rounds)
+    return bytes_read(case, asked.rounds) if part == "bytes" else over_wires(comm, case.path, min(asked.rounds, 5))
+
+
 def run(asked: argparse.Namespace, comm: MPI.Intracomm, folder: Path) -> None:
     """Measure all that is asked for, print on rank 0, write JSON."""
     root, end = comm.rank == 0, time.monotonic() + asked.seconds
@@ -540,13 +551,7 @@ def run(asked: argparse.Namespace, comm: MPI.Intracomm, folder: Path) -> None:
             record.cases.append(results.Case(case.batch, layout, [case.batch] * comm.size, timings, part))
             text = report.case_table(record, record.cases[-1])
         else:
-            amounts = {
-                "bytes": lambda: bytes_read(case, asked.rounds),
-                "first": lambda: first_batch(comm, folder / "many", asked.size * 5 // 2**31 * 10**6, asked.rounds),
-                "shuffle": lambda: shuffled(asked.size),
-                "wires": lambda: over_wires(comm, case.path, min(asked.rounds, 5)),
-            }
-            found = list(amounts[part]())
+            found = list(amounts(part, comm, case, folder, asked))
             record.amounts += found
             text = report.amounts_table(f"{record.verb}, np {comm.size}: {part}", found)
         if root:
@@ -565,7 +570,7 @@ def main() -> None:
         "--size", type=lambda text: harness.sizes(text)[0], default="4G", help="bytes of the data (%(default)s)"
     )
     parser.add_argument("--rounds", type=harness.rounds, default=10, help="samples per way (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=400, help=f"target duration of the timed parts (%(default)g)")
+    parser.add_argument("--seconds", type=float, default=400, help="target duration of the timed parts (%(default)g)")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
     parser.add_argument("--hosts", action="store_true", help="start two hosts, without mpirun")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
