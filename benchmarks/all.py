@@ -49,6 +49,7 @@ RUNS = {
     "backend": Run(quick=f"{_QUICK} 60"),
     "staging": Run((1, 2, 4), "--rounds 5 --layouts even,dim1 --seconds 40", 2400),
     "checkpoints": Run(quick="--rounds 5 --sizes 32M --seconds 40", deadline=900),
+    "data": Run((2,), "--rounds 5 --size 256M --seconds 40", 1200),
     "ranks": Run((1, 2, 4, 8), f"{_QUICK} 12"),
     "resident": Run((2,), "--size 1G"),
 }

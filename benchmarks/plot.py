@@ -306,6 +306,26 @@ def staging(records: Sequence[Record], mpi: str) -> Picture | None:
     return picture
 
 
+def data(records: Sequence[Record], mpi: str) -> Picture | None:
+    """Rates of the data loader and of what people write, for samples of one size, by two ranks."""
+    record = next((r for r in records if (r.verb, r.world_size) == ("data", 2) and r.cases), None)
+    if record is None:
+        return None
+    layout = record.cases[0].skew
+    picture = Picture(
+        "Shuffled batches, 1,000 samples/s (more is faster)",
+        f"2 ranks on {machine([record])}",
+        f"{layout}, batches of 64 a rank; median, quartiles",
+    )
+    headings = {"cold": "cold files", "warm": "files in the page cache", "memory": "memory"}
+    for case in (case for case in record.cases if case.skew == layout):
+        times = [(t.name, t.seconds) for t in case.timings if not t.skipped and t.name != results.CONTROL]
+        samples = 64 * record.world_size / 1e3
+        rates = {name: Spread(samples / s.median, samples / s.high, samples / s.low) for name, s in times}
+        picture.bars(headings[case.what], rates, "k/s")
+    return picture
+
+
 def stage_env(folder: Path) -> Picture | None:
     path = folder / "stage-env.json"
     if not path.exists():
@@ -331,6 +351,7 @@ PICTURES: dict[str, Callable[[Sequence[Record], str], Picture | None]] = {
     "node-memory": node_memory,
     "backend": backend,
     "staging": staging,
+    "data": data,
 }
 
 

@@ -21,6 +21,7 @@ from results import (
     HPCDIST_NEW,
     HPCDIST_SHARED,
     KINDS,
+    Amount,
     Case,
     Peak,
     Record,
@@ -128,7 +129,11 @@ def resident(record: Record, row: Row) -> Spread | None:
     return alike(max(record.resident.ranks) / _MIB) if record.resident else None
 
 
-MEASURES = {f.__name__: f for f in (times, over_raw, memory, slower_than_a_route, slower_than_gloo, resident)}
+def amount(record: Record, row: Row) -> Spread | None:
+    return next((found.spread for found in record.amounts if found.name == row["ours"]), None)
+
+
+MEASURES = {f.__name__: f for f in (times, over_raw, memory, slower_than_a_route, slower_than_gloo, resident, amount)}
 
 
 def by_gloo(records: Iterable[Record]) -> list[tuple[Case, Spread]]:
@@ -327,6 +332,12 @@ def memory_table(record: Record, kind: str) -> str:
     return table(head, [[p.name, f"{p.extra / _MIB:.1f}", f"{p.extra / p.result:.3f}"] for p in found])
 
 
+def amounts_table(title: str, amounts: Sequence[Amount]) -> str:
+    """Format figures that were measured in some rounds."""
+    rows = [[a.name, figure(a.spread.median), span(a.spread), str(len(a.values))] for a in amounts]
+    return table([title, "median", "IQR", "rounds"], rows)
+
+
 def start_up(record: Mapping[str, Any] | None = None) -> str:
     """Format the start-up of Python from a slow folder and from copies; the default is stage-env.json."""
     rows = []
@@ -361,6 +372,7 @@ TOPICS = {
     "backend": ("torch.distributed", ("backend",)),
     "staging": ("save and load", ("staging",)),
     "checkpoints": ("Checkpoints", ("checkpoints",)),
+    "data": ("The data loader", ("data", "data-hosts")),
     "amounts": ("Memory and small calls", ()),
 }
 
@@ -381,12 +393,13 @@ def summary(records: Sequence[Record]) -> str:
                 'Times faster than what follows "against", the quartiles in brackets; bold: the target is missed.'
             ]
             parts += [target_table(records, topic, False)]
-        mine = [record for record in records if record.verb in verbs and record.cases]
+        mine = [record for record in records if record.verb in verbs and (record.cases or record.amounts)]
         for mpi in mpis(mine):
             parts.append(f"### {title}, {mpi}")
             for record in (record for record in mine if record.mpi == mpi):
                 whats = dict.fromkeys(case.what for case in record.cases)
                 wide = record.verb in ("backend", "overlap")
+                parts += [amounts_table(record.verb, record.amounts)] if record.amounts else []
                 parts += [times_table(record)] if wide else [times_table(record, what) for what in whats]
                 parts += [memory_table(record, kind) for kind in ("peaks", "nodes") if getattr(record, kind)]
     parts += ["## Start-up", start_up(), "## Skipped", skipped(records)]

@@ -98,6 +98,19 @@ class Peak:
 
 
 @dataclass
+class Amount:
+    """A figure that was measured in some rounds, relative to `per`: bytes to the fewest, seconds to 1."""
+
+    name: str
+    values: list[float]
+    per: float
+
+    @property
+    def spread(self) -> Spread:
+        return spread([value / self.per for value in self.values])
+
+
+@dataclass
 class Resident:
     """Peak resident memory of each rank's whole process, in a command on `nbytes` of data."""
 
@@ -113,6 +126,7 @@ class Record:
     Attributes:
         peaks: peak memory of a rank in one call of each contender.
         nodes: memory of all ranks together while they hold the results of one call of each contender.
+        amounts: other figures.
     """
 
     verb: str
@@ -127,6 +141,7 @@ class Record:
     no_peaks: str | None = None
     resident: Resident | None = None
     nodes: list[Peak] = field(default_factory=list)
+    amounts: list[Amount] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -159,8 +174,9 @@ def load(path: Path) -> Record:
     cases = [Case(**{**case, "timings": [Timing(**t) for t in case["timings"]]}) for case in whole.pop("cases")]
     peaks = [Peak(**peak) for peak in whole.pop("peaks")]
     nodes = [Peak(**peak) for peak in whole.pop("nodes", [])]
-    resident = whole.pop("resident", None)
-    return Record(**whole, cases=cases, peaks=peaks, nodes=nodes, resident=Resident(**resident) if resident else None)
+    amounts = [Amount(**amount) for amount in whole.pop("amounts", [])]
+    resident = Resident(**found) if (found := whole.pop("resident", None)) else None
+    return Record(**whole, cases=cases, peaks=peaks, nodes=nodes, amounts=amounts, resident=resident)
 
 
 def load_all(folder: Path = FOLDER) -> list[Record]:

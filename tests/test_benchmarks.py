@@ -8,6 +8,7 @@ from statistics import median
 from types import SimpleNamespace
 
 import pytest
+from launch import finished
 
 ROOT = Path(__file__).parents[1]
 
@@ -129,3 +130,18 @@ def test_small_calls_beside_mpi_that_exchanges_the_sizes(made):
         f"{max(slower['split']):.1f} times as long, and a `gather` under Open MPI up to "
         f"{max(slower['gather under Open MPI']):.1f} times." in text
     )
+
+
+def test_the_data_loader_in_small(made, tmp_path):
+    """The benchmark runs, each file is read once, and the formula of how well keep="file" shuffles is right."""
+    options = ["--size", "16M", "--rounds", "1", "--seconds", "1", "--only", "bytes,memory,shuffle"]
+    options += ["--folder", tmp_path, "--json", tmp_path / "found.json"]
+    finished(2, ROOT / "benchmarks" / "data.py", *options)
+    record = made.results.load(tmp_path / "found.json")
+    amounts = {amount.name: amount.spread.median for amount in record.amounts}
+    read = [value for name, value in amounts.items() if name.startswith("bytes read by calls")]
+    assert len(read) == 6 and all(value >= 1 for value in read)
+    formula = {name: value for name, value in amounts.items() if name.endswith(": by the formula")}
+    assert len(formula) == 4 and len(record.cases) == 3
+    for name, value in formula.items():
+        assert abs(amounts[name.removesuffix(": by the formula")] - value) < 0.06, name

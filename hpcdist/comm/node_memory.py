@@ -38,6 +38,7 @@ _FREE, _HELD, _FORKED, _LEFT = range(4)  # a rank's use of a window; the last tw
 PAGEMAP = "/proc/self/pagemap"
 _CHUNK = 2**20  # bytes of it that are read at once
 PIECE = 2**24  # bytes of memory that are taken at once: some milliseconds
+_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14
 _PRESENT, _SWAPPED, _SHARED = 0x80, 0x40, 0x20  # bits of the last byte of an entry of 8
 _ALL_HELD = f"{SLOTS} windows are held already"
 
@@ -119,6 +120,12 @@ class SharedBlock:
         """Return its bytes as a new array. Only this process sees writes to it."""
         assert self._private is not None
         return np.frombuffer(self._private, np.uint8)
+
+    def map_pages(self) -> None:
+        """Map the pages that :meth:`private` reads now, all at once, and not one by one when each is first read."""
+        if self._private is not None:
+            with suppress(OSError, ValueError):
+                self._private.madvise(_POPULATE_READ)
 
     def drop_private_pages(self) -> None:
         """Let :meth:`private` have the contents of :meth:`shared` again, also where this process has written."""

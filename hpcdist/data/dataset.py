@@ -181,6 +181,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
         window = take(team, self.segment.nbytes)
         with meter(world.current(), "reading", nbytes // places.ends[-1]) as bar:
             objects.run_on_all(team.comm, VERB, lambda: self._read(window, bar.update))
+        window.block.map_pages()
         self._memory = window.tensor((self.segment.nbytes,), torch.uint8)
         self.segment.attach(self._memory)
         self._windows.append(window)

@@ -287,7 +287,8 @@ class _Files:
         largest = max(1, int(sizes.max(initial=0)))
         self.window = max(1, window // largest)  # in blocks
         start, stop = self._places.ends[self._places.node : self._places.node + 2]
-        share = min(self.window, -(-self.window * (stop - start) // team.size))
+        most = min(self.window, len(sizes))  # blocks of a segment
+        share = min(most, -(-most * (stop - start) // team.size))
         nbytes = share * largest + ALIGNMENT * len(data.described)
         self._windows = [take(team, nbytes) for _ in range(2)]
         self._memory = [window.tensor((nbytes,), torch.uint8) for window in self._windows]
