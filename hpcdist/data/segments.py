@@ -128,9 +128,11 @@ class Segment:
             first, last = field.rows(sample), field.rows(sample + 1)
             start = base[block] + first - field.rows(self._starts[block])
             lengths = last - first
-            rows = memory.numpy()  # of which a part takes less time
-            parts = [rows[a:b] for a, b in zip(start.tolist(), (start + lengths).tolist(), strict=True)]
-            found.append(Column(field, torch.from_numpy(np.concatenate([rows[:0], *parts])), lengths))
+            held = memory.numpy()  # of which a part takes less time
+            parts = [held[a:b] for a, b in zip(start.tolist(), (start + lengths).tolist(), strict=True)]
+            rows = torch.empty(int(lengths.sum()), field.row, dtype=torch.uint8, device="cpu")
+            np.concatenate([held[:0], *parts], out=rows.numpy())
+            found.append(Column(field, rows, lengths))
         return found
 
     def exchange(self, team: Team, wanted: Ints, parts: Sequence[Ints]) -> list[Column]:
