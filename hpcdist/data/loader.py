@@ -253,15 +253,12 @@ class Loader:
         return batch
 
     def _columns(self, team: Team, epoch: Epoch, given: int) -> list[Column]:
-        count, parts = epoch.parts(given)
-        if self._whole:
-            which, inside = epoch.mine(given)
-            own = which
-        else:
-            which, inside = epoch.order(given + np.arange(count))
-            own = which[parts[team.rank]]
+        stop = min(given + epoch.batch_size, epoch.end)
+        parts = [] if self._whole else epoch.parts(given)
+        which, inside = epoch.mine(given) if self._whole else epoch.order(np.arange(given, stop))
+        own = which if self._whole else which[parts[team.rank]]
         found: list[tuple[Ints, list[Column]]] = []
-        for number in epoch.order.spanned(given, given + count):
+        for number in epoch.order.spanned(given, stop):
             segment = self._segment(team, epoch.order, number)
             if self._whole:
                 columns = segment.columns(inside[own == number])

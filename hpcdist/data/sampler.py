@@ -76,17 +76,17 @@ class Epoch:
         self.end = samples - (samples - begun) % batch_size if drop_last else samples
         self._ahead: tuple[int, Ints, Ints] | None = None  # several batches of this rank, from this one on
 
-    def parts(self, given: int) -> tuple[int, list[Ints]]:
-        """Return the samples of the batch that begins after `given` ones, and for each rank which of them it gets."""
+    def parts(self, given: int) -> list[Ints]:
+        """Return for each rank which samples it gets of those of the batch that begins after `given` ones."""
         count = min(self.batch_size, self.end - given)
         whole = self.batch_size if self._even == "pad" else count
         ends = [whole * rank // self._size for rank in range(self._size + 1)]
-        return count, [np.arange(a, b) % count for a, b in pairwise(ends)]
+        return [np.arange(a, b) % count for a, b in pairwise(ends)]
 
     def mine(self, given: int) -> tuple[Ints, Ints]:
         """Return the segment and the index of this rank's samples of a batch."""
         if given + self.batch_size > self.end:
-            return self.order(given + self.parts(given)[1][self._rank])
+            return self.order(given + self.parts(given)[self._rank])
         start, stop = self._own
         step, rows = (given - self._begun) // self.batch_size, max(1, _AT_ONCE // (stop - start))
         first = step // rows * rows
