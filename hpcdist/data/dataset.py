@@ -62,7 +62,8 @@ def open(
         keep: where the data are. "node": a copy in the shared memory of each node; "job": one copy, in that of all
             nodes; "file": in the files, of which a Loader keeps two windows in memory. By default the first that takes
             no more than half of the free memory of any node; rank 0 prints which. Must agree.
-        transform: called with each sample; returns what takes its place.
+        transform: called with each sample, in a thread of the Loader; returns what takes its place. It must not call
+            hpcdist. Of no samples, as `even` "short" may give to a rank, the batch is an empty list.
         group: a torch ProcessGroup, 1-d DeviceMesh or mpi4py communicator; None for all ranks.
 
     Returns:
@@ -80,16 +81,16 @@ def open(
         >>> x, y = data[[3, 5]]                      # x has one dimension more, of extent 2
     """
     team = world.team_of(group)
-    given = [os.fsdecode(file) for file in ([files] if isinstance(files, (str, os.PathLike)) else files)]
 
     def check() -> dict[str, Any]:
+        given = [os.fsdecode(file) for file in ([files] if isinstance(files, (str, os.PathLike)) else files)]
         if keep not in (None, *_KEEPS):
             raise ArgumentError("HD419", f"keep is {keep!r}, expected one of {', '.join(_KEEPS)}")
         return {"files": given, "fields": names_of(fields), "keep": keep, "single": isinstance(fields, str)}
 
     with agreed(team, VERB, check) as mine:
         objects.same(team.comm, VERB, mine, mine, objects.first_difference)
-        found = _described(team, given, mine["fields"])
+        found = _described(team, mine["files"], mine["fields"])
         offsets = _offsets(team, found)
         single = mine["single"] or [field.name for field in found] == [""]
         return Dataset(team, group, found, offsets, keep, single, transform)
@@ -206,7 +207,10 @@ class Dataset(torch.utils.data.Dataset[Any]):
         if isinstance(which, slice):
             return self[range(*which.indices(self._n))]
         several = isinstance(which, (list, tuple, range, np.ndarray)) or (isinstance(which, Tensor) and which.dim())
-        wanted = np.array([index(i) for i in which] if several else [index(which)], np.int64)
+        given = np.asarray(which if several else [index(which)])
+        if given.size and given.dtype.kind not in "iu":
+            raise refusal(TypeError, "HD419", f"samples are chosen by integers, got {given.dtype}")
+        wanted = given.astype(np.int64)
         if ((wanted < -self._n) | (wanted >= self._n)).any():  # the end, where Python's own iteration looks for it
             raise refusal(IndexError, "HD419", f"sample {which} of {self._n:,}")
         columns = self._columns(wanted % max(1, self._n))
@@ -238,7 +242,8 @@ class Dataset(torch.utils.data.Dataset[Any]):
     def batch(self, columns: Sequence[Column], ragged: str) -> Any:
         """Return these samples as one batch."""
         if self.transform is not None:
-            return torch.utils.data.default_collate(self.samples(columns))
+            samples = self.samples(columns)
+            return torch.utils.data.default_collate(samples) if samples else []
         tensors = tuple(_together(column, ragged) for column in columns)
         return tensors[0] if self.single else tensors
 

@@ -35,7 +35,9 @@ def names_of(fields: Any) -> list[Name] | None:
         return None
     given = [fields] if isinstance(fields, str) else list(fields)
     names = [(field, None) if isinstance(field, str) else tuple(field) for field in given]
-    odd = next((name for name in names if len(name) != 2 or not isinstance(name[0], str)), None)
+    odd = next(
+        (name for name in names if len(name) != 2 or not all(isinstance(n, (str, type(None))) for n in name)), None
+    )
     if odd is not None or not names:
         what = f"fields has {odd!r}" if names else "fields is empty"
         raise refusal(ValueError, "HD419", f"{what}, expected names, or pairs (values, offsets)")
@@ -59,7 +61,7 @@ def paths_of(files: Sequence[str]) -> list[str]:
             found.append(path)
     if not found:
         raise FileError("HD401", f"{listed(files)}: no such file")
-    return found
+    return list(map(os.path.abspath, found))  # the program may change its folder
 
 
 class Part(NamedTuple):
@@ -284,4 +286,5 @@ def cuts(fields: Sequence[Field], count: int, coarsest: float) -> Ints:
         low, high = np.where(enough, low, np.minimum(middle + 1, high)), np.where(enough, middle, high)
     low[-1] = n
     snap = max(fields, key=lambda field: int(field.rows(np.array([n]))[0]) * field.row).grid(coarsest)
-    return np.maximum.accumulate([0, *map(snap, low[1:-1].tolist()), n])
+    found = np.unique([0, *map(snap, low[1:-1].tolist()), n])
+    return found if n else np.zeros(2, np.int64)

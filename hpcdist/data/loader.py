@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -28,6 +29,8 @@ from hpcdist.validation.collective import Call, agree, exchange
 from hpcdist.validation.local import ArgumentError
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from hpcdist.layout.box import Ints
 
 VERB = "data.Loader"
@@ -56,7 +59,8 @@ class Loader:
         split_batches, shuffle, drop_last, even: as those of :class:`Sampler`.
         ragged: the form of samples that differ in length: a "list" of tensors, a "nested" tensor of torch's jagged
             layout, or one tensor "padded" with zeros.
-        transform: called with each batch; returns what takes its place.
+        transform: called with each batch, in a thread beside the step; returns what takes its place. It must not call
+            hpcdist, and its random numbers should come from a generator of its own.
         device: where batches go, such as ``world.device``: a GPU gets them by pinned memory before the step needs them.
         window: with `keep` "file", bytes of the samples that are shuffled together, 1 GiB by default.
 
@@ -94,11 +98,14 @@ class Loader:
             raise refusal(TypeError, "HD419", f"data is a {type(data).__name__}, expected what data.open() returns")
         own: dict[str, Any] = {"split_batches": split_batches, "shuffle": shuffle, "drop_last": drop_last, "even": even}
         same = {"batch_size": batch_size, "seed": seed, **own, "ragged": ragged, "window": window}
+        if data.team.freed:
+            raise refusal(ValueError, "HD419", "the world in which data were opened has ended")
 
         def check() -> Sampler:
             if ragged not in _RAGGED:
                 raise ArgumentError("HD419", f"ragged is {ragged!r}, expected one of {', '.join(_RAGGED)}")
             positive("window", window)
+            self._device = torch.device("cpu" if device is None else device)
             return Sampler(data, batch_size, seed, **own, group=data.group)
 
         with agreed(data.team, VERB, check) as self.sampler:
@@ -107,7 +114,6 @@ class Loader:
             self._team = world.team_of(self._comm)
             self.dataset, self.batch_size = data, batch_size
             self._ragged, self._transform = ragged, transform
-            self._device = torch.device("cpu" if device is None else device)
             self._files = None
             if data.keep == "file":
                 self._files = _Files(self._team, data, window)
@@ -118,6 +124,8 @@ class Loader:
         self._left: Future[None] | None = None  # the message that this rank has left the loop
         self._running, self._in_loop = 0, False
         self._header: bytes | None = None  # of a batch that is not the first of an epoch
+        self._end = weakref.finalize(self, _end, self._comm, self._team, self._files)
+        self._end.atexit = False
         if self._team.size > 1:
             check_threads()
             prepare(self._team)
@@ -155,18 +163,22 @@ class Loader:
 
     def epoch(self, epoch: int) -> Iterator[Any]:
         """Return the batches of an epoch; after load_state_dict() what is left of the one that was interrupted."""
+        self._check_open()
         self.leave()
         self._running += 1
         return self._batches(self._running, self.sampler.begin(epoch))
 
+    def _check_open(self) -> None:
+        if self._team.freed:
+            raise refusal(ValueError, "HD419", "the loader is closed, or its world has ended")
+
     def close(self) -> None:
-        """Free what the loader has besides its data. Collective. A second call does nothing."""
-        if self._comm:
-            self.leave()
-            self._wait_left()
-            if self._files is not None:
-                self._files.close()
-            self._comm.Free()
+        """Free what the loader has besides its data, which its end would do, too. A second call does nothing."""
+        self.leave()
+        self._wait_left()
+        if not self._team.freed:
+            self._team.background.worker.stop()
+        self._end()
 
     def leave(self) -> None:
         """Let the other ranks know that this rank has left its loop, if it has; without waiting for them."""
@@ -193,6 +205,7 @@ class Loader:
         self._in_loop = given < epoch.end and number == self._running
         try:
             while given < epoch.end:
+                self._check_open()
                 if number != self._running:
                     text = "this loader has begun another epoch, or loaded a state: its batches before end there"
                     raise refusal(RuntimeError, "HD419", text)
@@ -214,7 +227,7 @@ class Loader:
                     except RankError as refused:
                         raise refused from error
                 options, ready = (), None
-                sampler.given = given = min(given + sampler.batch_size, epoch.end)
+                given = sampler.gave(epoch, given)
                 self._in_loop = given < epoch.end
                 if self._in_loop and self._ahead:
                     ready = self._submit(epoch, given)
@@ -273,6 +286,14 @@ class Loader:
             return self._files.get(team, order, number)
         assert self.dataset.segment is not None
         return self.dataset.segment
+
+
+def _end(comm: MPI.Intracomm, team: Team, files: _Files | None) -> None:
+    """Free what a loader has. Nothing is communicated, and a rank that still has to tell others something keeps it."""
+    if not team.freed and team.background.worker.idle:
+        if files is not None:
+            files.close()
+        comm.Free()
 
 
 class _Files:

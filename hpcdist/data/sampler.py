@@ -104,6 +104,10 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
     and the epoch alone, not on the number of ranks. An epoch that is iterated is followed by the next one, unless
     :meth:`set_epoch` chooses another.
 
+    Attributes:
+        batch_size: samples of a batch of this rank; `whole`: of all ranks.
+        next_epoch: the epoch with which to go on.
+
     Args:
         data: a data set with a length, or the number of samples.
         batch_size: samples of a batch: of each rank, or with `split_batches` of all ranks.
@@ -147,7 +151,8 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
             raise refusal(ValueError, "HD419", f"{what}, expected at least one sample a rank")
         if even not in ("pad", "short"):
             raise refusal(ValueError, "HD419", f"even is {even!r}, expected 'pad' or 'short'")
-        self.batch_size = size  # of all ranks
+        self.whole = size
+        self.batch_size = size * (self.rank + 1) // self.size - size * self.rank // self.size
         self.window: int | None = None
         self._cuts = np.array([0, self.samples])
         self.next_epoch = self.now = self.given = 0
@@ -159,16 +164,24 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
 
     def __len__(self) -> int:
         """The number of batches of a whole epoch, on each rank."""
-        full = self.samples // self.batch_size
-        return full if self.drop_last or full * self.batch_size == self.samples else full + 1
+        full = self.samples // self.whole
+        return full if self.drop_last or full * self.whole == self.samples else full + 1
 
     def begin(self, epoch: int) -> Epoch:
         """Begin an epoch: from its first sample, or after load_state_dict() from the next one."""
         self.now, self.next_epoch = index(epoch), index(epoch) + 1
-        self.given = self._left.pop(self.now, 0)
+        self.given = self._left.get(self.now, 0)
         order = Order(self._cuts, self.window, (self.seed, self.now) if self.shuffle else None)
-        parts = self.samples, self.batch_size, self.rank, self.size
+        parts = self.samples, self.whole, self.rank, self.size
         return Epoch(order, *parts, self.given, self.drop_last, self.even)
+
+    def gave(self, epoch: Epoch, given: int) -> int:
+        """Note that the batch after these samples is given; return the samples that are given now."""
+        given = min(given + self.whole, epoch.end)
+        self.given = given if given < epoch.end else self.samples  # also what drop_last leaves out
+        if given == epoch.end:
+            self._left.pop(self.now, None)
+        return given
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be this epoch."""
@@ -192,14 +205,17 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         odd = next((name for name in same if same[name] is None or same[name] != state.get(name)), None)
         if odd is not None:
             what = f"the state has {odd} {state.get(odd)!r}, where this loader has {same[odd]!r}"
-            raise refusal(ValueError, "HD419", what)
+            more = "; give keep= and window= as when it was taken" if odd in ("window", "blocks") else ""
+            raise refusal(ValueError, "HD419", what + more)
+        if not 0 <= index(state["given"]) <= self.samples:
+            raise refusal(ValueError, "HD419", f"the state has given {state['given']}, of {self.samples:,} samples")
         self.seed, self.now, self.given = (int(state[name]) for name in ("seed", "epoch", "given"))
         self._left = {self.now: self.given}
         self.next_epoch = self.now + (self.given >= self.samples)
 
     def __iter__(self) -> Iterator[list[int]]:
-        epoch = self.begin(self.next_epoch)
-        while self.given < epoch.end:
-            _, inside = epoch.mine(self.given)
-            self.given = min(self.given + self.batch_size, epoch.end)
+        epoch, given = self.begin(self.next_epoch), self.given
+        while given < epoch.end:
+            _, inside = epoch.mine(given)
+            given = self.gave(epoch, given)
             yield inside.tolist()

@@ -17,6 +17,7 @@ from hpcdist.layout.box import Ints
 
 Bits = np.ndarray[Any, np.dtype[np.uint64]]
 _ROUNDS = 8
+_FEW = 2**12  # elements that are sorted by a hash instead
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
@@ -39,9 +40,14 @@ class Permutation:
         self._masks = tuple(np.uint64((1 << half) - 1) for half in (bits - bits // 2, bits // 2))
         digest = blake2b(repr(key).encode(), digest_size=8 * _ROUNDS).digest()
         self._keys = np.frombuffer(digest, "<u8")
+        # Of few bits a network does not give all permutations alike.
+        hashes = _mixed(_mixed(np.arange(min(n, _FEW + 1), dtype=np.uint64) + self._keys[0]) ^ self._keys[1])
+        self._table = np.argsort(hashes, kind="stable") if n <= _FEW else None
 
     def __call__(self, positions: Ints) -> Ints:
         """Return the elements at these positions, an int64 array of the same shape."""
+        if self._table is not None:
+            return self._table[positions]
         found = self._once(positions.astype(np.uint64))
         while (outside := np.flatnonzero(found >= self._n)).size:
             found[outside] = self._once(found[outside])

@@ -2,6 +2,8 @@
 
 import pickle
 import re
+from collections import Counter
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -43,6 +45,9 @@ def test_indexing(keep, files):
         assert y.tolist() == expected.tolist(), several
         assert all(map(right, zip(x, y, values, variable, strict=True)))
     assert [int(y) for _, y, *_ in data] == list(range(SAMPLES))  # by Python's own iteration
+    for odd in (torch.tensor([True, False]), [True, False], [0.5]):
+        with pytest.raises(TypeError, match="by integers"):
+            data[odd]
     for odd in (SAMPLES, -SAMPLES - 1, [0, SAMPLES]):
         with pytest.raises(IndexError):
             data[odd]
@@ -76,7 +81,7 @@ def test_what_a_spawned_process_gets(keep, files):
     assert all(map(right, copy)) and len(copy) == SAMPLES
 
 
-def test_formats_patterns_and_lists(alone, here):
+def test_formats_patterns_and_lists(alone, here, monkeypatch):
     x = torch.arange(12.0).view(6, 2)
     save_file({"x": x}, here / "a.safetensors")
     np.save(here / "b.npy", x.numpy())
@@ -89,7 +94,9 @@ def test_formats_patterns_and_lists(alone, here):
             data = hd.data.open(files, keep=keep)
             got = data[list(range(6))]
             assert torch.equal(got if files == "b.npy" else got[0], x), files
-    data = hd.data.open(["e.h5", "a.*", "e.h5"], "x")
+    data = hd.data.open(iter(["e.h5", Path("a.safetensors"), "e.h5"]), "x", "file")
+    (here / "other").mkdir()
+    monkeypatch.chdir(here / "other")
     assert torch.equal(data[list(range(18))], torch.cat([x, x, x]))
 
 
@@ -142,6 +149,8 @@ def test_a_permutation_is_one_and_any_of_them():
     for seed in range(2000):
         counts[np.arange(4), Permutation(4, (seed,))(np.arange(4))] += 1
     assert abs(counts - 500).max() < 120  # 5.7 standard deviations
+    found = Counter(tuple(Permutation(5, (seed,))(np.arange(5)).tolist()) for seed in range(12_000))
+    assert len(found) == 120 and min(found.values()) > 50 and max(found.values()) < 160
 
 
 def test_how_far_neighbours_are():
