@@ -45,3 +45,32 @@ def test_contrastive_has_the_gradients_of_one_process(np):
     job = finished(np, "-m", "hpcdist.examples.contrastive", "--steps", "2")
     lines = ["step 0: loss 2.8205, the gradients of one process", "step 1: loss 2.6707, the gradients of one process"]
     assert job.out.splitlines() == lines
+
+
+def test_train_digits_has_one_curve_on_every_number_of_ranks(tmp_path):
+    """To 1e-9 of float64; also if it stops in the middle of an epoch and goes on, on another number of ranks."""
+    example = "-m", "hpcdist.examples.train_digits", "."
+    whole = [_losses(finished(np, *example, cwd=tmp_path)) for np in (1, 2, 3)]
+    stopped = _losses(finished(3, *example, "--stop-after", "40", cwd=tmp_path))
+    assert len(stopped) == 1
+    for losses in (*whole[1:], stopped + _losses(finished(2, *example, cwd=tmp_path))):
+        assert losses == pytest.approx(whole[0], rel=1e-9)
+    assert len(whole[0]) == 3 and whole[0][2] < 0.2
+
+
+def test_train_digits_names_the_package_that_it_needs(tmp_path):
+    code = """
+        import sys
+        sys.modules["sklearn"] = None
+        sys.argv[1:] = ["."]
+        from hpcdist.examples import train_digits
+        train_digits.main()
+    """
+    job = mpirun(2, code=code, cwd=tmp_path)
+    assert job.status == 1 and "train_digits needs scikit-learn: pip install scikit-learn" in job.err, job
+    assert "Traceback" not in job.err
+
+
+def _losses(job):
+    """The losses that it has printed."""
+    return [float(loss) for loss in re.findall(r"^epoch \d+: loss (\S+)$", job.out, re.MULTILINE)]
