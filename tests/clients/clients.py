@@ -18,11 +18,13 @@ from launch import python, run
 from pages import parse
 from settings import ROOT
 
-PROGRAMS = {
+SHOWN = {
     name: text
     for page in sorted((ROOT / "docs" / "clients").glob("*.md"))
     for name, text in parse(page.name, page.read_text()).programs.items()
 }
+DATA = {name: text for name, text in SHOWN.items() if name.endswith("_data.py")}  # with hpcdist's loader
+PROGRAMS = {name: text for name, text in SHOWN.items() if name not in DATA}
 MPIS = {"mpich": "libmpi.so.12", "openmpi": "libmpi.so.40"}
 _ABORT = "terminate called without an active exception"
 _folder = Path(tempfile.mkdtemp(prefix="hpcdist-clients-", dir="/var/tmp"))  # which all hosts share
