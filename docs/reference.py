@@ -25,7 +25,7 @@ PAGES = Path(__file__).with_name("reference")
 CODES = "../../hpcdist/errors/pages"
 WIDTH = 96  # of signatures and of what --help prints
 OBJECT = re.compile(r"^<!-- object: (\S+) = (\S+) -->$", re.MULTILINE)
-NOT_SHOWN = ("team", "context", "heard")  # for the package's own use
+NOT_SHOWN = ("team", "context", "heard", "samples", "batch", "leave", "blocks", "begin")  # for the package's own use
 _MARK = re.compile(r"(^<!-- (?:(object|help|checks): ([^\n]+?)|(codes)) -->\n).*?(?=^<!-- )", re.MULTILINE | re.DOTALL)
 _ROLE = re.compile(r":(?:class|func|meth|mod|attr|exc):`~?([^`]+)`")
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):\n((?:    .*\n|\n)+)", re.MULTILINE)

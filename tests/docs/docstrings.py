@@ -20,8 +20,11 @@ _RANKS = re.compile(r"on (?:rank \d+ of )?(\d+)(?: ranks)?")
 _COMMENT = re.compile(r" *# .*")
 _NETWORK = "model = torch.nn.Sequential(torch.nn.Linear(2, 2))\n"
 _DCP = "import torch.distributed.checkpoint as dcp\nfrom hpcdist.staging.dcp import HDF5Reader, HDF5Writer\n"
+_SAMPLES = "hd.staging.save('train-0.h5', {'x': torch.zeros(300, 2), 'y': torch.arange(300)}, dim=None)"
 GIVEN = {
     "hpcdist.collectives.plans.plan": "x = torch.zeros(256)",
+    "hpcdist.data.dataset.open": _SAMPLES,
+    "hpcdist.data.loader.Loader": f"{_SAMPLES}\ndata = hd.data.open('train-*.h5', fields=['x', 'y'])",
     "hpcdist.tensors.dtensor.layout_of": """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
