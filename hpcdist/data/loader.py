@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -141,7 +142,8 @@ class Loader:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        return self.epoch(self.sampler.next_epoch)
+        self._check_open()
+        return self._batches(None)
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be this epoch."""
@@ -162,11 +164,12 @@ class Loader:
         self.sampler.load_state_dict(state)
 
     def epoch(self, epoch: int) -> Iterator[Any]:
-        """Return the batches of an epoch; after load_state_dict() what is left of the one that was interrupted."""
+        """Return the batches of an epoch; after load_state_dict() what is left of the one that was interrupted.
+
+        The epoch begins when the first batch is taken, and ends the one before.
+        """
         self._check_open()
-        self.leave()
-        self._running += 1
-        return self._batches(self._running, self.sampler.begin(epoch))
+        return self._batches(index(epoch))
 
     def _check_open(self) -> None:
         if self._team.freed:
@@ -198,11 +201,14 @@ class Loader:
         if left is not None:
             left.result()
 
-    def _batches(self, number: int, epoch: Epoch) -> Iterator[Any]:
-        sampler, team, given = self.sampler, self._team, self.sampler.given
+    def _batches(self, chosen: int | None) -> Iterator[Any]:
+        self.leave()
+        sampler, team, self._running = self.sampler, self._team, self._running + 1
+        epoch = sampler.begin(sampler.next_epoch if chosen is None else chosen)
+        number, given = self._running, sampler.given
         options: tuple[tuple[str, object], ...] = tuple(sampler.state_dict().items())
         ready: Handle[Any] | None = None
-        self._in_loop = given < epoch.end and number == self._running
+        self._in_loop = given < epoch.end
         try:
             while given < epoch.end:
                 self._check_open()

@@ -101,6 +101,13 @@ def test_no_library_shards_the_batches_of_a_loader(name, train_h5):
 
 
 @pytest.mark.timeout(300)
+def test_lightnings_epochs_differ(train_h5):
+    """It makes an iterator of a loader only to see whether that works."""
+    (train_h5 / "lightning_data.py").write_text(DATA["lightning_data.py"])
+    assert_each_sample_once_an_epoch(seen("lightning_data.py", 10, train_h5))
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", DATA)
 def test_nor_those_of_torchs_dataloader(name, train_h5):
     """With a Sampler, and workers."""

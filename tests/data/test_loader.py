@@ -431,8 +431,10 @@ def test_two_at_once_and_a_stop(comm, world, files, batches, findings):
     findings.check(batches.numbers(train, 0) == expected, "again")
     numbers = [[y.tolist() for _, y, *_ in train] for _ in range(3)]
     findings.check(train.next_epoch == 4 and numbers[0] != numbers[1], train.next_epoch)
-    first, second = iter(valid), iter(valid)
+    first, unused, second = iter(valid), iter(valid), iter(valid)
+    next(first)
     next(second)
+    del unused
     with pytest.raises(RuntimeError, match="has begun another epoch"):
         next(first)
     findings.check(len(list(second)) == len(valid) - 1, "the later one")
