@@ -197,7 +197,10 @@ class Dataset(torch.utils.data.Dataset[Any]):
         nodes = len(self.team.topology.nodes)
         keep = next((k for k, n in (("node", nbytes), ("job", -(-nbytes // nodes))) if n <= _SHARE * free), "file")
         files = len(self.described[0].files)
-        say(self.team.rank, f"data.open: {self._n:,} samples, {nbytes:,} bytes of {files:,} files: keep={keep!r}")
+        say(
+            self.team.rank,
+            f"data.open: {self._n:,} samples, {nbytes:,} bytes in {files:,} file{'s' * (files > 1)}: keep={keep!r}",
+        )
         return keep
 
     def __len__(self) -> int:

@@ -134,7 +134,7 @@ def test_where_the_data_are_by_default(files, monkeypatch, capfd):
     """The first that takes half of the free memory; said once."""
     monkeypatch.setattr(dataset.machine, "available", lambda: 10_000)
     assert hd.data.open(files, ["x", "y"]).keep == "node"
-    assert "data.open: 65 samples, 2,080 bytes of 5 files: keep='node'" in capfd.readouterr().err
+    assert "data.open: 65 samples, 2,080 bytes in 5 files: keep='node'" in capfd.readouterr().err
     monkeypatch.setattr(dataset.machine, "available", lambda: 4_000)
     assert hd.data.open(files, ["x", "y"]).keep == "file"
 
