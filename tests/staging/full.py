@@ -51,7 +51,7 @@ def test_nothing_is_lost(save, options, known, world, rank, size, folder, monkey
     write = lambda: save(path, big, **options)  # noqa: E731
     kind = OSError if save is piecewise and not known else hd.RankError  # a write of a piece is no collective
     if kind is OSError:  # one of its own on each rank, of which a later one has had EBADF, for a reason not found yet
-        with pytest.raises(OSError, match="o space|Bad file") as raised:
+        with pytest.raises(OSError, match=r"o space|Bad file") as raised:
             write()
         errors = world.comm.allgather(str(raised.value))
         assert_on_all_ranks(any("o space" in error for error in errors), errors)
