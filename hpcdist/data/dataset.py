@@ -101,8 +101,9 @@ def _described(team: Team, files: Sequence[str], names: Any) -> list[Field]:
     paths = objects.run_on_root(team.comm, VERB, lambda: paths_of(files))
     for path in paths:
         wait_for(path)
-    first = objects.run_on_root(team.comm, VERB, lambda: describe_file(paths[0], names))
-    names = names or [(part.values.name, None) for part in first[1]]
+    if names is None:
+        _, first = objects.run_on_root(team.comm, VERB, lambda: describe_file(paths[0], None))
+        names = [(part.values.name, None) for part in first]
     mine = range(team.rank, len(paths), team.size)
     shares = objects.run_on_all(team.comm, VERB, lambda: [describe_file(paths[i], names) for i in mine])
     described = [shares[i % team.size][i // team.size] for i in range(len(paths))]
@@ -178,18 +179,13 @@ class Dataset(torch.utils.data.Dataset[Any]):
             return
         places = Places.of(team, spread=self.keep == "job")
         self.cuts = cuts(fields, places.ends[-1], np.inf)
-        self.segment = Segment(fields, self.cuts, np.arange(len(self.cuts) - 1), places)
-        window = take(team, self.segment.nbytes)
+        segment = Segment(fields, self.cuts, np.arange(len(self.cuts) - 1), places)
+        window = take(team, segment.nbytes)
         with meter(world.current(), "reading", nbytes // places.ends[-1]) as bar:
-            objects.run_on_all(team.comm, VERB, lambda: self._read(window, bar.update))
+            objects.run_on_all(team.comm, VERB, lambda: segment.read(window.bytes, True, bar.update))
         window.block.map_pages()
-        self._memory = window.tensor((self.segment.nbytes,), torch.uint8)
-        self.segment.attach(self._memory)
+        self.segment = segment.attach(window.tensor((segment.nbytes,), torch.uint8))
         self._windows.append(window)
-
-    def _read(self, window: Window, progress: Callable[[int], None]) -> None:
-        assert self.segment is not None
-        self.segment.read(window.bytes, True, progress)
 
     def _fitting(self, nbytes: int) -> str:
         """Choose where the data are, by the memory of all nodes. Collective."""

@@ -219,9 +219,10 @@ class Loader:
                 with activity.InCall(VERB, team), abort.InStep(VERB, team.size):
                     self._wait_left()
                     try:
-                        batch = self._make(team, epoch, given) if ready is None and not self._ahead else None
                         if self._ahead:
                             batch = (ready or self._submit(epoch, given)).wait()
+                        else:
+                            batch = self._make(team, epoch, given)
                     except RankError:  # on all ranks
                         raise
                     except Exception as caught:
@@ -247,9 +248,8 @@ class Loader:
         """Wait until all ranks take a batch: a RankError if one does not. Collective; None repeats the call before."""
         team = self._team
         if call is None and self._header is not None:
-            exchanged = agree(team, self._header, ()) is None
-            if exchanged:
-                exchange(team, Call(VERB), exchanged)
+            if agree(team, self._header, ()) is None:
+                exchange(team, Call(VERB), exchanged=True)
             return
         exchange(team, call or Call(VERB))
         self._header = None if call else team.headers.own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sized
+from functools import lru_cache
 from itertools import pairwise
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,6 +41,7 @@ class Order:
         self.segments = [numbers[i : i + (window or count)] for i in range(0, count, window or count)]
         self._first = summed([int((cuts[blocks + 1] - cuts[blocks]).sum()) for blocks in self.segments])
         self._key = key
+        self._shuffle = lru_cache(maxsize=2)(self._shuffle_of)  # of the segments of a batch
 
     def __call__(self, positions: Ints) -> tuple[Ints, Ints]:
         """Return the segment of the sample at each position of the epoch, and its index in the segment."""
@@ -48,9 +50,12 @@ class Order:
         if self._key is not None:
             for number in np.unique(segment).tolist():
                 here = segment == number
-                n = int(self._first[number + 1] - self._first[number])
-                inside[here] = Permutation(n, (*self._key, number))(inside[here])
+                inside[here] = self._shuffle(number)(inside[here])
         return segment, inside
+
+    def _shuffle_of(self, number: int) -> Permutation:
+        assert self._key is not None
+        return Permutation(int(self._first[number + 1] - self._first[number]), (*self._key, number))
 
     def spanned(self, start: int, stop: int) -> range:
         """Return the segments of these positions."""

@@ -73,10 +73,11 @@ class Segment:
         self._fields, self._places = fields, places
         self._starts, self._ends = cuts[blocks], cuts[blocks + 1]
         self._first = summed((self._ends - self._starts).tolist())
-        bounds = [len(blocks) * end // places.ends[-1] for end in range(places.ends[-1] + 1)]
-        self._borders = self._first[[bounds[end] for end in places.ends]]  # the first sample of each node
-        here, there = (bounds[end] for end in places.ends[places.node : places.node + 2])
-        mine = places.ends[places.node] + places.rank
+        ends = places.ends
+        bounds = [len(blocks) * end // ends[-1] for end in range(ends[-1] + 1)]
+        self._borders = self._first[[bounds[end] for end in ends]]  # the first sample of each node
+        here, there = (bounds[end] for end in ends[places.node : places.node + 2])
+        mine = ends[places.node] + places.rank
         self._mine = range(bounds[mine], bounds[mine + 1])
         rows = [summed((field.rows(self._ends) - field.rows(self._starts)).tolist()) for field in fields]
         self._bases = [first - first[here] for first in rows]  # of each block, its first row in the node's memory
@@ -123,8 +124,7 @@ class Segment:
             if not field.ragged:
                 found.append(Column(field, memory.index_select(0, places), None))
                 continue
-            block = self._first.searchsorted(wanted, "right") - 1
-            sample = self._starts[block] + wanted - self._first[block]
+            block, sample = self._located(wanted)
             first, last = field.rows(sample), field.rows(sample + 1)
             start = base[block] + first - field.rows(self._starts[block])
             lengths = last - first
@@ -135,8 +135,14 @@ class Segment:
             found.append(Column(field, rows, lengths))
         return found
 
+    def _located(self, wanted: Ints) -> tuple[Ints, Ints]:
+        """The blocks that hold samples, and the numbers of the samples among all."""
+        block = self._first.searchsorted(wanted, "right") - 1
+        return block, self._starts[block] + wanted - self._first[block]
+
     def exchange(self, team: Team, wanted: Ints, parts: Sequence[Ints]) -> list[Column]:
-        """Copy this rank's samples, and send those of other nodes' ranks that this rank serves. Collective over `team`.
+        """Copy this rank's samples, of several nodes, and send those of other nodes' ranks that this rank serves.
+        Collective over `team`.
 
         Args:
             wanted: samples of all ranks.
@@ -144,10 +150,7 @@ class Segment:
         """
         from hpcdist.routes.mpi import MPI_ROUTE  # which imports MPI
 
-        places, me = self._places, team.rank
-        nodes = places.nodes
-        if len(nodes) == 1:
-            return self.columns(wanted[parts[me]])
+        places, nodes, mine = self._places, self._places.nodes, parts[team.rank]
         at_node = self._borders.searchsorted(wanted, "right") - 1
         sends, pieces = [], []
         for node, ranks in enumerate(nodes):
@@ -158,15 +161,15 @@ class Segment:
                     own = wanted[parts[rank]][at_node[parts[rank]] == places.node]
                     if own.size:
                         sends.append((rank, torch.cat([column.rows.view(-1) for column in self.columns(own)])))
-            here = np.flatnonzero(at_node[parts[me]] == node)
+            here = np.flatnonzero(at_node[mine] == node)
             if here.size:
-                columns = self._empty(wanted[parts[me]][here])
+                columns = self._empty(wanted[mine][here])
                 message = torch.empty(sum(c.rows.numel() for c in columns), dtype=torch.uint8, device="cpu")
                 pieces.append((ranks[places.rank % len(ranks)], here, columns, message))
         longest = max([message.numel() for _, message in sends] + [piece[3].numel() for piece in pieces], default=0)
         MPI_ROUTE.exchange(team, sends, [(rank, message) for rank, _, _, message in pieces], longest)
-        here = np.flatnonzero(at_node[parts[me]] == places.node)
-        found = [(here, self.columns(wanted[parts[me]][here]))]
+        here = np.flatnonzero(at_node[mine] == places.node)
+        found = [(here, self.columns(wanted[mine][here]))]
         for _, here, columns, message in pieces:
             sizes = [column.rows.numel() for column in columns]
             for column, part in zip(columns, torch.split_with_sizes(message, sizes), strict=True):
@@ -176,8 +179,7 @@ class Segment:
 
     def _empty(self, wanted: Ints) -> list[Column]:
         """What the columns of samples of another node will be, without memory."""
-        block = self._first.searchsorted(wanted, "right") - 1
-        sample = self._starts[block] + wanted - self._first[block]
+        _, sample = self._located(wanted)
         found = []
         for field in self._fields:
             lengths = field.rows(sample + 1) - field.rows(sample)
