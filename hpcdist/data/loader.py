@@ -146,7 +146,7 @@ class Loader:
         return self._batches(None)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be this epoch."""
+        """Let the next iteration be this epoch, unless load_state_dict() has left one of which samples are left."""
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, int]:

@@ -161,6 +161,7 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         self.window: int | None = None
         self._cuts = np.array([0, self.samples])
         self.next_epoch = self.now = self.given = 0
+        self._loaded = False  # and no epoch begun since
         self._left: dict[int, int] = {}  # by epoch, the samples given before load_state_dict()
 
     def blocks(self, cuts: Ints, window: int | None) -> None:
@@ -174,7 +175,7 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
 
     def begin(self, epoch: int) -> Epoch:
         """Begin an epoch: from its first sample, or after load_state_dict() from the next one."""
-        self.now, self.next_epoch = index(epoch), index(epoch) + 1
+        self.now, self.next_epoch, self._loaded = index(epoch), index(epoch) + 1, False
         self.given = self._left.get(self.now, 0)
         order = Order(self._cuts, self.window, (self.seed, self.now) if self.shuffle else None)
         parts = self.samples, self.whole, self.rank, self.size
@@ -189,8 +190,12 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         return given
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be this epoch."""
-        self.next_epoch = index(epoch)
+        """Let the next iteration be this epoch, unless load_state_dict() has left one of which samples are left.
+
+        Lightning calls this with the number after an epoch that `max_steps` has cut.
+        """
+        if not self._loaded:
+            self.next_epoch = index(epoch)
 
     def state_dict(self) -> dict[str, int]:
         """Return integers by which another job, also of another number of ranks, goes on after this batch."""
@@ -215,7 +220,7 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         if not 0 <= index(state["given"]) <= self.samples:
             raise refusal(ValueError, "HD419", f"the state has given {state['given']}, of {self.samples:,} samples")
         self.seed, self.now, self.given = (int(state[name]) for name in ("seed", "epoch", "given"))
-        self._left = {self.now: self.given}
+        self._left, self._loaded = {self.now: self.given}, self.given < self.samples
         self.next_epoch = self.now + (self.given >= self.samples)
 
     def __iter__(self) -> Iterator[list[int]]:
