@@ -228,7 +228,7 @@ class WriteFile:
             ]
             # MPI-IO and system calls must not be mixed in one file: boxes of any shape are written by system calls.
             options = SaveOptions("posix", same["window"], attrs=given.get("", {}))
-            self._file = FileWriter(team, VERB, same["path"], datasets, options)
+            self._file = FileWriter(team, VERB, same["path"], datasets, options, opens_together=True)
             self._written = [_Written(dataset) for dataset in datasets]
             self._index = {dataset.name: i for i, dataset in enumerate(datasets)}
             self._open = True

@@ -224,12 +224,21 @@ class FileWriter(RankWriter):
     Args:
         verb: the call that writes the file, for messages.
         datasets: what is written, the same on all ranks but for the attributes, of which rank 0's count.
+        opens_together: whether all ranks open the files before any goes on, which may end the job and take them away.
 
     Raises:
         RankError: on every rank, if the file cannot be made, or anything failed on any. The target is as it was.
     """
 
-    def __init__(self, team: Team, verb: str, path: str, datasets: Sequence[Dataset], options: SaveOptions) -> None:
+    def __init__(
+        self,
+        team: Team,
+        verb: str,
+        path: str,
+        datasets: Sequence[Dataset],
+        options: SaveOptions,
+        opens_together: bool = False,
+    ) -> None:
         self.team, self.verb, self.path = team, verb, path
         self.names = safetensors.divide(path, [d.nbytes() for d in datasets], options.limit)
         self._targets = [Target(name, [datasets[i] for i in rows], options) for name, rows in self.names]  # rank 0's
@@ -247,9 +256,10 @@ class FileWriter(RankWriter):
             where |= {i: (files[-1], start) for i, start in zip(rows, of.data, strict=True)}
         super().__init__(files, datasets, [where[i] for i in range(len(datasets))], options)
         try:
-            if isinstance(files[0], MpioFile):  # all ranks open it together, or none
+            if isinstance(files[0], MpioFile):
                 objects.run_on_all(team.comm, verb, files[0].see)
-                objects.run_on_all(team.comm, verb, files[0].open)
+            if isinstance(files[0], MpioFile) or opens_together:
+                objects.run_on_all(team.comm, verb, lambda: [file.open() for file in files])
             else:
                 for file in files:
                     file.open()

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 import hpcdist as hd
 from hpcdist import staging
 from hpcdist.formats import hdf5
+from hpcdist.staging import drivers
 
 X = torch.arange(6).view(3, 2)
 
@@ -176,6 +177,25 @@ def test_a_file_that_is_replaced_while_it_is_read(world, findings, folder):
 
     staging.save(folder / "new.h5", x)
     findings.check(staging.load(path, dim=None, window=400, progress=replace).eq(1).all(), "the file of the call")
+
+
+def test_a_rank_that_opens_late(world, rank, folder, monkeypatch):
+    """Rank 0 has given up its file before: what the others write reaches it, or fails for a reason of its own."""
+    pages = torch.arange(2**14)
+    if rank:
+        see = drivers.PartFile.see
+        monkeypatch.setattr(drivers.PartFile, "see", lambda self: (time.sleep(0.3), see(self)))
+
+    def write():
+        with staging.open(folder / "x.h5", "w", {"x": ((len(pages),), pages.dtype)}) as file:
+            if rank:
+                file.write("x", pages, (0,))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write()
+    world.comm.Barrier()
+    holds(folder)
 
 
 @pytest.mark.parametrize("again", [False, True])

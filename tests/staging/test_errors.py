@@ -214,6 +214,7 @@ def test_a_folder_that_is_not_shared(writer, world, last, folder, monkeypatch):
     if world.rank == last:
         monkeypatch.setattr(os.path, "exists", lambda path: exists(path) and not str(path).endswith(".part"))
     refused("[HD413]", save, folder, ranks=[last], writer=writer)
+    refused("[HD413]", open_, folder, ranks=[last])
     holds(folder)
     monkeypatch.undo()
     save(folder, writer=writer)
