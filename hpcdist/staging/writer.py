@@ -258,10 +258,10 @@ class FileWriter(RankWriter):
         try:
             if isinstance(files[0], MpioFile):
                 objects.run_on_all(team.comm, verb, files[0].see)
-            if isinstance(files[0], MpioFile) or opens_together:
-                objects.run_on_all(team.comm, verb, lambda: [file.open() for file in files])
-            else:
-                for file in files:
+            for file in files:
+                if isinstance(file, MpioFile) or opens_together:
+                    objects.run_on_all(team.comm, verb, file.open)
+                else:
                     file.open()
         except RankError:
             self.drop()
