@@ -35,7 +35,7 @@ RUNS = {
     "floor-jobs": ("floor", 0, FILES, ""),
     "mpich-np2": ("mpich", 2, "", ""),
     "openmpi-np3": ("openmpi", 3, "", ""),
-    "openmpi-np5": ("openmpi", 5, f"{VERBS} tests/data", ""),
+    "openmpi-np5": ("openmpi", 5, f"{VERBS} tests/data tests/staging/test_meshes.py", ""),
     **{f"openmpi-np2-{on}": ("openmpi", 2, "tests/staging", on) for on in ("xfs", "btrfs")},
     "openmpi-np2-clients": ("openmpi", 2, "tests/staging/test_clients.py", "clients"),
     "openmpi-np2-tmpfs": ("openmpi", 2, "tests/staging/full.py", "tmpfs"),
