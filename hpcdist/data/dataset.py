@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -202,15 +201,14 @@ class Dataset(torch.utils.data.Dataset[Any]):
     def __getitem__(self, which: Any) -> Any:
         if isinstance(which, slice):
             return self[range(*which.indices(self._n))]
-        several = isinstance(which, (list, tuple, range, np.ndarray)) or (isinstance(which, Tensor) and which.dim())
-        given = np.asarray(which if several else [index(which)])
+        given = np.asarray(which)
         if given.size and given.dtype.kind not in "iu":
             raise refusal(TypeError, "HD419", f"samples are chosen by integers, got {given.dtype}")
-        wanted = given.astype(np.int64)
+        wanted = np.atleast_1d(given).astype(np.int64)
         if ((wanted < -self._n) | (wanted >= self._n)).any():  # the end, where Python's own iteration looks for it
             raise refusal(IndexError, "HD419", f"sample {which} of {self._n:,}")
         columns = self._columns(wanted % max(1, self._n))
-        return self.batch(columns, "list") if several else self.samples(columns)[0]
+        return self.batch(columns, "list") if given.ndim else self.samples(columns)[0]
 
     def _columns(self, wanted: Ints) -> list[Column]:
         if self.segment is not None:

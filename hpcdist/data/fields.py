@@ -148,16 +148,24 @@ class Field:
 
     def column(self, data: Tensor, samples: Ints) -> Column:
         """Return the bytes of these samples as tensors."""
-        rows = data.view(self.dtype).view(-1, *self.shape)
+        rows = data.view(-1).view(self.dtype).view(-1, *self.shape)
         return list(torch.split_with_sizes(rows, self.counts(samples).tolist())) if self.ragged else rows
 
-    def _within(self, start: int, stop: int, step: int | None = None) -> Iterator[tuple[int, int, int, int]]:
+    def _within(self, start: int, stop: int, step: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield the file, the first and last sample in it, and the first of all, of samples; at most `step` of them."""
         while start < stop:
             k = bisect_right(self.begins, start) - 1
-            end = min(stop, int(self.begins[k + 1]), start + (step or stop))
+            end = min(stop, int(self.begins[k + 1]), start + step)
             yield k, start - int(self.begins[k]), end - int(self.begins[k]), start
             start = end
+
+    def _variable(self, k: int, start: int, stop: int) -> list[Any]:
+        """Read samples of HDF5's variable length, of the open file, even if another one has its name by now."""
+        contents, _ = self.files[k]
+        with OpenFiles(contents) as files:
+            path = f"/proc/self/fd/{files.fd(contents.path)}"
+            with rows_of_lengths(path, self.name) as (_, _, read):
+                return read(start, stop)
 
     def read_lengths(self, out: Ints, reader: int, readers: int) -> None:
         """Write the length of each sample behind its place in `out`, which begins with 0: this reader's share of them.
@@ -169,19 +177,17 @@ class Field:
             if i % readers != reader:
                 continue
             contents, part = self.files[k]
+            into = out[at + 1 : at + 1 + stop - start]
             if part.offsets is None:
-                with OpenFiles(contents) as files, rows_of_lengths(_path(files), self.name) as (_, _, read):
-                    lengths = np.fromiter(map(len, read(start, stop)), np.int64, stop - start)
-            else:
-                offsets = torch.empty(stop - start + 1, dtype=part.offsets.dtype, device="cpu")
-                _read(contents, part.offsets, start, offsets, None)
-                bounds = offsets.numpy().astype(np.int64)
-                ends = (int(bounds[0]) if start == 0 else 0, int(bounds[-1]) if stop == part.samples else None)
-                lengths, total = np.diff(bounds), part.values.shape[0]
-                if ends[0] or ends[1] not in (None, total) or (lengths < 0).any():
-                    what = f"offsets {part.offsets.name!r} must rise from 0 to {total:,}, the rows of {self.name!r}"
-                    raise FileError("HD404", f"{contents.path}: {what}")
-            out[at + 1 : at + 1 + len(lengths)] = lengths
+                into[:] = list(map(len, self._variable(k, start, stop)))
+                continue
+            offsets, total = torch.empty(stop - start + 1, dtype=part.offsets.dtype, device="cpu"), part.values.shape[0]
+            _read(contents, part.offsets, start, offsets, None)
+            bounds = offsets.numpy().astype(np.int64)
+            into[:] = np.diff(bounds)
+            if into.min() < 0 or (start == 0 != bounds[0]) or (stop == part.samples and bounds[-1] != total):
+                what = f"offsets {part.offsets.name!r} must rise from 0 to {total:,}, the rows of {self.name!r}"
+                raise FileError("HD404", f"{contents.path}: {what}")
 
     def read(self, start: int, stop: int, out: Tensor, verify: bool | None, progress: Progress = None) -> None:
         """Read the rows of some samples into `out`, flat bytes in host memory.
@@ -189,19 +195,16 @@ class Field:
         Raises:
             FileError: they cannot be read, have changed, or differ from their checksum.
         """
-        done = 0
-        for k, first, last, at in self._within(start, stop):
+        done, variable = 0, self.files[0][1].variable
+        for k, first, last, at in self._within(start, stop, _AT_ONCE if variable else stop):
             contents, part = self.files[k]
-            end = at + last - first
             row, begin, end = (int(self.rows(n)) for n in (at, self.begins[k], at + last - first))
             into = out[done : done + (end - row) * self.row].view(self.dtype).view(end - row, *self.shape)
             done += into.nbytes
-            if not part.variable:
+            if not variable:
                 _read(contents, part.values, row - begin, into, verify, progress)
                 continue
-            with OpenFiles(contents) as files, rows_of_lengths(_path(files), self.name) as (_, _, read):
-                rows = [row for a in range(first, last, _AT_ONCE) for row in read(a, min(last, a + _AT_ONCE))]
-            held = np.concatenate([into.numpy()[:0], *rows])
+            held = np.concatenate([into.numpy()[:0], *self._variable(k, first, last)])
             if len(held) != end - row:
                 raise FileError("HD413", f"{contents.path}: has changed while it was read")
             into.copy_(torch.from_numpy(held))
@@ -219,11 +222,6 @@ class Field:
             edges = np.unique(values.boxes.offsets[:, 0])
             at = int(edges[abs(edges - at).argmin()])
         return min(begin + at, int(self.begins[k + 1]))
-
-
-def _path(files: OpenFiles) -> str:
-    """The path of the open file, even if another one has its name by now."""
-    return f"/proc/self/fd/{files.fd(files.contents.path)}"
 
 
 def _read(

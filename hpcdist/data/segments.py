@@ -60,8 +60,7 @@ class Segment:
     def attach(self, memory: Tensor) -> Segment:
         """Take the node's memory, flat bytes, from which its samples are taken."""
         self._memory = [
-            memory[a:b].view(field.dtype).view(-1, *field.shape)
-            for field, (a, b, _) in zip(self._fields, self._places, strict=True)
+            memory[a:b].view(-1, field.row) for field, (a, b, _) in zip(self._fields, self._places, strict=True)
         ]
         return self
 
@@ -84,10 +83,11 @@ class Segment:
         for field, (_, _, moved), memory in zip(self._fields, self._places, self._memory, strict=True):
             starts = moved[block] + field.rows(wanted)
             if field.ragged:
-                ends = starts + field.counts(wanted)
-                found.append([memory[a:b].clone() for a, b in zip(starts.tolist(), ends.tolist(), strict=True)])
+                ends, held = starts + field.counts(wanted), memory.numpy()  # of which a part takes less time
+                parts = [held[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+                found.append(field.column(torch.from_numpy(np.concatenate([held[:0], *parts])), wanted))
             else:
-                found.append(memory.index_select(0, torch.from_numpy(starts)))
+                found.append(field.column(memory.index_select(0, torch.from_numpy(starts)), wanted))
         return found
 
     def exchange(self, team: Team, mine: Ints, wanted: Sequence[Ints]) -> list[tuple[Ints, list[Column]]]:
@@ -105,29 +105,24 @@ class Segment:
         def at(samples: Ints, node: int) -> Ints:
             return np.flatnonzero(self._node_of[self._cuts.searchsorted(samples, "right") - 1] == node)
 
-        here = at(mine, self._node)
-        found = [(here, self.columns(mine[here]))]
-        if self.whole:
-            return found
-        with abort.InTransfer("data.Loader", team.size):
-            sends, recvs, ours = [], [], len(self._nodes[self._node])
+        found, sends, recvs, ours = [], [], [], len(self._nodes[self._node])
+        with abort.InTransfer("data.Loader", 1 if self.whole else team.size):
             for node, ranks in enumerate(self._nodes):
+                here = at(mine, node)
                 if node == self._node:
+                    found.append((here, self.columns(mine[here])))
                     continue
                 for rank in ranks[self._rank :: ours]:  # each rank has one that serves it on every node
                     own = wanted[rank][at(wanted[rank], self._node)]
                     if own.size:
-                        columns = self.columns(own)
-                        parts = chain.from_iterable([x] if isinstance(x, Tensor) else x for x in columns)
+                        parts = chain.from_iterable([x] if isinstance(x, Tensor) else x for x in self.columns(own))
                         sends.append((rank, torch.cat([x.reshape(-1).view(torch.uint8) for x in parts])))
-                here = at(mine, node)
-                sizes = [int(field.counts(mine[here]).sum()) * field.row for field in self._fields]
                 if here.size:
+                    sizes = [int(field.counts(mine[here]).sum()) * field.row for field in self._fields]
                     message = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
                     recvs.append((ranks[self._rank % len(ranks)], message, here, sizes))
             messages = [(rank, x) for rank, x, _, _ in recvs]
-            longest = max((x.numel() for _, x in sends + messages), default=0)
-            MPI_ROUTE.exchange(team, sends, messages, longest)
+            MPI_ROUTE.exchange(team, sends, messages, max((x.numel() for _, x in sends + messages), default=0))
         for _, message, here, sizes in recvs:
             received = zip(self._fields, torch.split_with_sizes(message, sizes), strict=True)
             found.append((here, [field.column(x.clone(), mine[here]) for field, x in received]))
