@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpcdist.activity.procstat import address, opened
 from hpcdist.comm.node_memory import SharedBlock, Window
-from hpcdist.comm.team import Team
+from hpcdist.comm.team import GroupLike, Team
 from hpcdist.control import objects
 from hpcdist.data.fields import Column, Field, cuts, describe_file, joined, names_of, nbytes, paths_of
 from hpcdist.data.segments import Segment
@@ -24,9 +24,6 @@ from hpcdist.runtime.cli import meter, say
 from hpcdist.staging.arguments import agreed
 from hpcdist.staging.save import wait_for
 from hpcdist.validation.local import ArgumentError
-
-if TYPE_CHECKING:
-    from hpcdist.comm.team import GroupLike
 
 VERB = "data.open"
 BLOCK = 2**22  # bytes of a file that are read at once with keep="file"
@@ -87,8 +84,7 @@ def open(
             raise ArgumentError("HD419", f"keep is {keep!r}, expected one of {', '.join(_KEEPS)}")
         return {"files": given, "fields": names_of(fields), "keep": keep, "single": isinstance(fields, str)}
 
-    with agreed(team, VERB, check) as mine:
-        objects.same(team.comm, VERB, mine, mine, objects.first_difference)
+    with agreed(team, VERB, check, dict.items) as mine:
         found = _described(team, mine["files"], mine["fields"])
         single = mine["single"] or [field.name for field in found] == [""]
         return Dataset(team, group, found, keep, single, transform)

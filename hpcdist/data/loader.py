@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from operator import index
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,11 +29,6 @@ from hpcdist.runtime.background import Handle, check_threads, prepare, submit
 from hpcdist.staging.arguments import agreed, positive
 from hpcdist.validation.collective import Call, exchange
 from hpcdist.validation.local import ArgumentError
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpcdist.layout.box import Ints
 
 VERB = "data.Loader"
 WINDOW = 2**30  # bytes
@@ -101,17 +96,16 @@ class Loader(Sampler):
         if data.team.freed:
             raise refusal(ValueError, "HD419", "the world in which data were opened has ended")
         own: dict[str, Any] = {"split_batches": split_batches, "shuffle": shuffle, "drop_last": drop_last, "even": even}
-        same = {"batch_size": batch_size, "seed": seed, **own, "ragged": ragged, "window": window}
 
-        def check() -> torch.device:
+        def check() -> dict[str, Any]:
             if ragged not in _RAGGED:
                 raise ArgumentError("HD419", f"ragged is {ragged!r}, expected one of {', '.join(_RAGGED)}")
             positive("window", window)
             Sampler.__init__(self, data, batch_size, seed, **own, group=data.group)
-            return torch.device("cpu" if device is None else device)
+            self._device = torch.device("cpu" if device is None else device)
+            return {"batch_size": batch_size, "seed": seed, **own, "ragged": ragged, "window": window}
 
-        with agreed(data.team, VERB, check) as self._device:
-            objects.same(data.team.comm, VERB, same, same, objects.first_difference)
+        with agreed(data.team, VERB, check, dict.items):
             self._comm = data.team.comm.Dup()
             self._team = team = world.team_of(self._comm)
             self.dataset, self._ragged, self._transform = data, ragged, transform
@@ -247,7 +241,7 @@ class Loader(Sampler):
         of_all = None if self._whole else epoch.order(np.arange(given, stop))
         wanted = [] if of_all is None else [of_all[part] for part in epoch.parts(given)]
         mine = wanted[team.rank] if wanted else epoch.mine(given)
-        found: list[tuple[Ints, list[Column]]] = []
+        found: list[Any] = []
         for number in epoch.order.spanned(given, stop):
             segment = self.dataset.segment if self._files is None else self._files.get(team, epoch.order, number)
             assert segment is not None
@@ -255,7 +249,7 @@ class Loader(Sampler):
         return merged(found)
 
 
-def _end(comm: MPI.Intracomm, team: Team, files: _Files | None) -> None:
+def _end(comm: Any, team: Team, files: _Files | None) -> None:
     """Free what a loader has. Nothing is communicated, and a rank that still has to tell others something keeps it."""
     if not team.freed and team.background.worker.idle:
         if files is not None:
@@ -294,9 +288,8 @@ class _Files:
         assert self._order is not None
         if number in self._segments:
             return
-        blocks = np.concatenate(self._order.segments[number : number + 1] or [np.arange(0)])
-        segment = Segment(team, self._data.described, self._data.cuts, blocks, True)
-        window = self._windows[number % 2]
+        blocks = self._order.segments[number] if number < len(self._order.segments) else np.arange(0)
+        segment, window = Segment(team, self._data.described, self._data.cuts, blocks, True), self._windows[number % 2]
         segment.attach(window.tensor((self._bytes,), torch.uint8))
         self._segments[number] = segment, self._worker.submit(partial(segment.read, window.bytes, None))
 

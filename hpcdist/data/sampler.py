@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sized
 from functools import lru_cache
 from operator import index
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from hpcdist.comm.team import GroupLike
 from hpcdist.errors import refusal
 from hpcdist.layout.box import Ints, summed
 from hpcdist.layout.permutation import Permutation
 from hpcdist.runtime import world
-
-if TYPE_CHECKING:
-    from hpcdist.comm.team import GroupLike
 
 _AT_ONCE = 2**14  # positions that are computed at once
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hpcdist.comm.team import Team
 from hpcdist.data.fields import Column, Field, Progress
 from hpcdist.layout.box import Ints, summed
 from hpcdist.process import abort
-
-if TYPE_CHECKING:
-    from hpcdist.comm.team import Team
 
 ALIGNMENT = 64  # bytes: of a field's rows in memory
 
