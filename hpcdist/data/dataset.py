@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,21 +12,18 @@ from torch import Tensor
 
 from hpcdist.activity.procstat import address, opened
 from hpcdist.comm.node_memory import SharedBlock, Window
-from hpcdist.comm.team import Team
+from hpcdist.comm.team import GroupLike, Team
 from hpcdist.control import objects
-from hpcdist.data.fields import Field, cuts, describe_file, joined, names_of, paths_of
-from hpcdist.data.segments import Column, Places, Segment
-from hpcdist.errors import coded, refusal
-from hpcdist.layout.box import Ints
+from hpcdist.data.fields import Column, Field, cuts, describe_file, joined, names_of, nbytes, paths_of
+from hpcdist.data.segments import Segment
+from hpcdist.errors import RankError, coded, refusal
+from hpcdist.layout.box import Ints, summed
 from hpcdist.process import machine
 from hpcdist.runtime import world
 from hpcdist.runtime.cli import meter, say
 from hpcdist.staging.arguments import agreed
 from hpcdist.staging.save import wait_for
 from hpcdist.validation.local import ArgumentError
-
-if TYPE_CHECKING:
-    from hpcdist.comm.team import GroupLike
 
 VERB = "data.open"
 BLOCK = 2**22  # bytes of a file that are read at once with keep="file"
@@ -88,59 +84,31 @@ def open(
             raise ArgumentError("HD419", f"keep is {keep!r}, expected one of {', '.join(_KEEPS)}")
         return {"files": given, "fields": names_of(fields), "keep": keep, "single": isinstance(fields, str)}
 
-    with agreed(team, VERB, check) as mine:
-        objects.same(team.comm, VERB, mine, mine, objects.first_difference)
+    with agreed(team, VERB, check, dict.items) as mine:
         found = _described(team, mine["files"], mine["fields"])
-        offsets = _offsets(team, found)
         single = mine["single"] or [field.name for field in found] == [""]
-        return Dataset(team, group, found, offsets, keep, single, transform)
+        return Dataset(team, group, found, keep, single, transform)
 
 
 def _described(team: Team, files: Sequence[str], names: Any) -> list[Field]:
     """The fields of all files, each of which one rank has described. Collective."""
-    paths = objects.run_on_root(team.comm, VERB, lambda: paths_of(files))
+    comm = team.comm
+    paths = objects.run_on_root(comm, VERB, lambda: paths_of(files))
     for path in paths:
         wait_for(path)
     if names is None:
-        _, first = objects.run_on_root(team.comm, VERB, lambda: describe_file(paths[0], None))
+        _, first = objects.run_on_root(comm, VERB, lambda: describe_file(paths[0], None))
         names = [(part.values.name, None) for part in first]
-    mine = range(team.rank, len(paths), team.size)
-    shares = objects.run_on_all(team.comm, VERB, lambda: [describe_file(paths[i], names) for i in mine])
+    shares = objects.run_on_all(comm, VERB, lambda: [describe_file(p, names) for p in paths[team.rank :: team.size]])
     described = [shares[i % team.size][i // team.size] for i in range(len(paths))]
-    fields: list[list[Field]] = []
-    objects.run_on_all(team.comm, VERB, lambda: fields.append(joined(described)))
-    return fields[0]
+    return objects.run_on_root(comm, VERB, lambda: joined(described))
 
 
 def take(team: Team, nbytes: int) -> Window:
     """Take memory that the ranks of this node share. Collective; a RankError without."""
-    window = team.windows.take(nbytes)
-    if window is None:
+    if (window := team.windows.take(nbytes)) is None:
         text = coded("HD310", f"no memory of {nbytes:,} bytes that a node's ranks share: {team.windows.reason}")
-        objects.raise_problems(VERB, dict.fromkeys(range(team.size), text))
-    assert window is not None
-    return window
-
-
-def _offsets(team: Team, fields: Sequence[Field]) -> Window | None:
-    """Give fields whose samples differ in length their offsets, one copy per node. Collective."""
-    ragged, n = [field for field in fields if field.ragged], int(fields[0].begins[-1])
-    if not ragged:
-        return None
-    window, places = take(team, 8 * (n + 1) * len(ragged)), Places.of(team, spread=False)
-    written = window.target((len(ragged), n + 1), torch.int64).numpy()
-
-    def read() -> None:
-        for field, lengths in zip(ragged, written, strict=True):
-            lengths[0] = 0
-            field.read_lengths(lengths, places.rank, len(places.nodes[0]))
-
-    objects.run_on_all(team.comm, VERB, read)
-    if places.rank == 0:
-        np.cumsum(written, axis=1, out=written)
-    objects.run_on_all(team.comm, VERB, lambda: None)
-    for field, offsets in zip(ragged, window.tensor((len(ragged), n + 1), torch.int64).numpy(), strict=True):
-        field.offsets = offsets
+        raise RankError(VERB, dict.fromkeys(range(team.size), text))
     return window
 
 
@@ -161,42 +129,66 @@ class Dataset(torch.utils.data.Dataset[Any]):
         team: Team,
         group: GroupLike | None,
         fields: list[Field],
-        offsets: Window | None,
         keep: str | None,
         single: bool,
         transform: Callable[[Any], Any] | None,
     ) -> None:
-        self.team, self.group, self.described = team, group, fields
-        self.single, self.transform = single, transform
+        self.team: Team | None = team
+        self.group, self.described, self.single, self.transform = group, fields, single, transform
         self.fields = [field.name for field in fields]
         self._n = int(fields[0].begins[-1])
-        nbytes = int(sum(field.rows(np.array([self._n]))[0] * field.row for field in fields))
-        self.keep = keep or self._fitting(nbytes)
         self.segment: Segment | None = None
-        self._windows = [offsets]
+        self._windows: list[Any] = [self._offsets(team)]
+        total = int(nbytes(fields, fields[0].begins[-1:])[0])
+        self.keep = keep or self._fitting(team, total)
         if self.keep == "file":
-            self.cuts = cuts(fields, max(1, -(-nbytes // BLOCK)), _COARSEST)
+            self.cuts = cuts(fields, max(1, -(-total // BLOCK)), _COARSEST)
             return
-        places = Places.of(team, spread=self.keep == "job")
-        self.cuts = cuts(fields, places.ends[-1], np.inf)
-        segment = Segment(fields, self.cuts, np.arange(len(self.cuts) - 1), places)
+        ranks = team.size if self.keep == "job" else len(team.topology.local_ranks)
+        self.cuts = cuts(fields, ranks, np.inf)
+        self.segment = segment = Segment(team, fields, self.cuts, np.arange(len(self.cuts) - 1), self.keep == "job")
         window = take(team, segment.nbytes)
-        with meter(world.current(), "reading", nbytes // places.ends[-1]) as bar:
+        with meter(world.current(), "reading", total // ranks) as bar:
             objects.run_on_all(team.comm, VERB, lambda: segment.read(window.bytes, True, bar.update))
         window.block.map_pages()
-        self.segment = segment.attach(window.tensor((segment.nbytes,), torch.uint8))
+        segment.attach(window.tensor((segment.nbytes,), torch.uint8))
         self._windows.append(window)
 
-    def _fitting(self, nbytes: int) -> str:
+    def _offsets(self, team: Team) -> Window | None:
+        """Give fields whose samples differ in length their offsets, one copy per node. Collective."""
+        ragged = [field for field in self.described if field.ragged]
+        if not ragged:
+            return None
+        window, here = take(team, 8 * (self._n + 1) * len(ragged)), team.topology
+        written = window.target((len(ragged), self._n + 1), torch.int64).numpy()
+
+        def read() -> None:
+            for field, lengths in zip(ragged, written, strict=True):
+                lengths[0] = 0
+                field.read_lengths(lengths, here.local_rank, len(here.local_ranks))
+
+        objects.run_on_all(team.comm, VERB, read)
+        if here.local_rank == 0:
+            np.cumsum(written, axis=1, out=written)
+        objects.run_on_all(team.comm, VERB, lambda: None)
+        self._attach(window.tensor((written.size,), torch.int64))
+        return window
+
+    def _attach(self, offsets: Tensor) -> None:
+        ragged = [field for field in self.described if field.ragged]
+        for field, own in zip(
+            ragged, offsets[: len(ragged) * (self._n + 1)].view(len(ragged), -1).numpy(), strict=True
+        ):
+            field.offsets = own
+
+    def _fitting(self, team: Team, nbytes: int) -> str:
         """Choose where the data are, by the memory of all nodes. Collective."""
-        free = min(objects.all_gather_object(self.team.comm, machine.available(), VERB))
-        nodes = len(self.team.topology.nodes)
+        free = min(objects.all_gather_object(team.comm, machine.available(), VERB))
+        nodes = len(team.topology.nodes)
         keep = next((k for k, n in (("node", nbytes), ("job", -(-nbytes // nodes))) if n <= _SHARE * free), "file")
         files = len(self.described[0].files)
-        say(
-            self.team.rank,
-            f"data.open: {self._n:,} samples, {nbytes:,} bytes in {files:,} file{'s' * (files > 1)}: keep={keep!r}",
-        )
+        where = f"in {files:,} file{'s' * (files > 1)}: keep={keep!r}"
+        say(team.rank, f"data.open: {self._n:,} samples, {nbytes:,} bytes {where}")
         return keep
 
     def __len__(self) -> int:
@@ -205,37 +197,33 @@ class Dataset(torch.utils.data.Dataset[Any]):
     def __getitem__(self, which: Any) -> Any:
         if isinstance(which, slice):
             return self[range(*which.indices(self._n))]
-        several = isinstance(which, (list, tuple, range, np.ndarray)) or (isinstance(which, Tensor) and which.dim())
-        given = np.asarray(which if several else [index(which)])
+        given = np.asarray(which)
         if given.size and given.dtype.kind not in "iu":
             raise refusal(TypeError, "HD419", f"samples are chosen by integers, got {given.dtype}")
-        wanted = given.astype(np.int64)
+        wanted = np.atleast_1d(given).astype(np.int64)
         if ((wanted < -self._n) | (wanted >= self._n)).any():  # the end, where Python's own iteration looks for it
             raise refusal(IndexError, "HD419", f"sample {which} of {self._n:,}")
         columns = self._columns(wanted % max(1, self._n))
-        return self.batch(columns, "list") if several else self.samples(columns)[0]
+        return self.batch(columns, "list") if given.ndim else self.samples(columns)[0]
 
     def _columns(self, wanted: Ints) -> list[Column]:
-        if self.segment is not None and self.segment.whole:
-            return self.segment.columns(wanted)
         if self.segment is not None:
-            text = "with keep='job' on several nodes samples are not on all of them: use a Loader, or keep='node'"
-            raise refusal(ValueError, "HD419", text)
+            if not self.segment.whole:
+                text = "with keep='job' on several nodes samples are not on all of them: use a Loader, or keep='node'"
+                raise refusal(ValueError, "HD419", text)
+            return self.segment.columns(wanted)
         found = []
         for field in self.described:
-            bounds = [field.rows(np.array([i, i + 1])).tolist() for i in wanted.tolist()]
-            rows = torch.empty(sum(b - a for a, b in bounds), field.row, dtype=torch.uint8, device="cpu")
-            at = 0
-            for i, (a, b) in zip(wanted.tolist(), bounds, strict=True):
-                field.read(i, i + 1, rows[at : at + b - a].view(-1), None)
-                at += b - a
-            found.append(Column(field, rows, np.array([b - a for a, b in bounds]) if field.ragged else None))
+            sizes = (field.counts(wanted) * field.row).tolist()
+            data = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+            for i, part in zip(wanted.tolist(), torch.split_with_sizes(data, sizes), strict=True):
+                field.read(i, i + 1, part, None)
+            found.append(field.column(data, wanted))
         return found
 
     def samples(self, columns: Sequence[Column]) -> list[Any]:
         """Return these samples one by one, each transformed."""
-        found = list(zip(*(column.samples() for column in columns), strict=True))
-        given = [sample[0] for sample in found] if self.single else found
+        given = list(columns[0] if self.single else zip(*columns, strict=True))
         return given if self.transform is None else list(map(self.transform, given))
 
     def batch(self, columns: Sequence[Column], ragged: str) -> Any:
@@ -243,39 +231,30 @@ class Dataset(torch.utils.data.Dataset[Any]):
         if self.transform is not None:
             samples = self.samples(columns)
             return torch.utils.data.default_collate(samples) if samples else []
-        tensors = tuple(_together(column, ragged) for column in columns)
+        parts = zip(self.described, columns, strict=True)
+        tensors = tuple(x if isinstance(x, Tensor) else _together(field, x, ragged) for field, x in parts)
         return tensors[0] if self.single else tensors
 
     def __getstate__(self) -> dict[str, Any]:
         """For a process that this rank has spawned, which opens the same memory."""
         windows = [window and (window.block.nbytes, address(window.block.fd)) for window in self._windows]
-        fields = [(field.name, field.files, field.begins) for field in self.described]
-        own = {name: getattr(self, name) for name in ("fields", "single", "transform", "keep", "cuts", "_n")}
-        return own | {"described": fields, "windows": windows, "whole": self.segment is None or self.segment.whole}
+        return {**self.__dict__, "team": None, "group": None, "_windows": windows}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        blocks = [given and SharedBlock(given[0], opened(given[1])) for given in state.pop("windows")]
-        self.described = [Field(*given) for given in state.pop("described")]
-        whole = state.pop("whole")
-        self.__dict__.update(state, team=None, segment=None, _windows=blocks)
-        if blocks[0]:
-            ragged = [field for field in self.described if field.ragged]
-            held = blocks[0].shared()[: 8 * len(ragged) * (self._n + 1)].view(torch.int64).view(len(ragged), -1)
-            for field, offsets in zip(ragged, held.numpy(), strict=True):
-                field.offsets = offsets
-        if len(blocks) > 1 and whole:
-            places = Places([range(len(self.cuts) - 1)], 0, 0)
-            self.segment = Segment(self.described, self.cuts, np.arange(len(self.cuts) - 1), places)
-            self.segment.attach(blocks[1].shared())
+        self.__dict__.update(state)
+        offsets, *memory = (given and SharedBlock(given[0], opened(given[1])).shared() for given in self._windows)
+        if offsets is not None:
+            self._attach(offsets.view(torch.int64))
+        if self.segment is not None:
+            self.segment.attach(*memory)
 
 
-def _together(column: Column, ragged: str) -> Any:
-    if column.lengths is None:
-        return column.tensor()
+def _together(field: Field, samples: list[Tensor], ragged: str) -> Any:
     if ragged == "list":
-        return column.samples()
+        return samples
+    if ragged == "padded" and samples:
+        return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+    rows = torch.cat([torch.empty(0, *field.shape, dtype=field.dtype, device="cpu"), *samples])
     if ragged == "padded":
-        samples = column.samples()
-        return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True) if samples else column.tensor()
-    ends = torch.from_numpy(np.concatenate([[0], np.cumsum(column.lengths)]))
-    return torch.nested.nested_tensor_from_jagged(column.tensor(), ends)
+        return rows
+    return torch.nested.nested_tensor_from_jagged(rows, torch.from_numpy(summed(list(map(len, samples)))))

@@ -6,7 +6,6 @@ import glob
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -19,13 +18,15 @@ from hpcdist.formats.contents import Contents, Stored
 from hpcdist.formats.hdf5 import rows_of_lengths
 from hpcdist.formats.known import FORMATS, describe
 from hpcdist.layout import Box
-from hpcdist.layout.box import Ints
+from hpcdist.layout.box import Ints, summed
 from hpcdist.staging.reader import OpenFiles, TensorReader, open_files
 from hpcdist.staging.writer import WINDOW
 
 Name = tuple[str, str | None]
 """The names of a field's tensor, and of the one that has its offsets, if its samples differ in length."""
 Progress = Callable[[int], None] | None
+Column = Tensor | list[Tensor]
+"""A field of some samples: a row for each, or a tensor for each if they differ in length."""
 _AT_ONCE = 2**16  # samples whose offsets, or whose lengths, are read at once
 
 
@@ -33,13 +34,11 @@ def names_of(fields: Any) -> list[Name] | None:
     """The names in the argument `fields`; None for all tensors."""
     if fields is None:
         return None
-    given = [fields] if isinstance(fields, str) else list(fields)
+    given = [fields] if isinstance(fields, str) else fields
     names = [(field, None) if isinstance(field, str) else tuple(field) for field in given]
-    odd = next(
-        (name for name in names if len(name) != 2 or not all(isinstance(n, (str, type(None))) for n in name)), None
-    )
-    if odd is not None or not names:
-        what = f"fields has {odd!r}" if names else "fields is empty"
+    wrong = [name for name in names if len(name) != 2 or not all(isinstance(n, (str, type(None))) for n in name)]
+    if wrong or not names:
+        what = f"fields has {wrong[0]!r}" if wrong else "fields is empty"
         raise refusal(ValueError, "HD419", f"{what}, expected names, or pairs (values, offsets)")
     return names
 
@@ -93,7 +92,7 @@ def describe_file(path: str, names: Sequence[Name] | None) -> tuple[Contents, li
             raise FileError("HD408", f"{path}: {name[0]!r} has {part.samples:,} samples, where {other}")
     if not parts:
         raise FileError("HD408", f"{path}: holds no tensor")
-    return replace(contents, tensors={}, external={}, left_out={}, text={}, checkpoint={}), parts
+    return Contents(contents.path, contents.kind, {}, contents.files), parts
 
 
 def _part(contents: Contents, name: Name) -> Part:
@@ -117,7 +116,6 @@ def _rows(contents: Contents, name: str) -> Stored:
     return stored
 
 
-@dataclass(eq=False)
 class Field:
     """A field of all samples.
 
@@ -125,52 +123,49 @@ class Field:
         name: that of its values.
         files: a description of each file, and the field's part in it.
         begins: the first sample of each file, and the end.
+        ragged: whether its samples differ in length.
+        dtype, shape, row: of a row; the last one in bytes.
         offsets: the first row of each sample among those of all files, and the end; None if a sample is a row.
     """
 
-    name: str
-    files: list[tuple[Contents, Part]]
-    begins: Ints
-    offsets: Ints | None = None
+    def __init__(self, files: list[tuple[Contents, Part]], begins: Ints) -> None:
+        _, first = files[0]
+        self.name, self.dtype, self.shape = first.values.name, first.values.dtype, first.values.shape[1:]
+        self.files, self.begins, self.row = files, begins, prod(self.shape) * self.dtype.itemsize
+        self.ragged = first.variable or first.offsets is not None
+        self.offsets: Ints | None = None
 
-    @property
-    def ragged(self) -> bool:
-        return self.files[0][1].variable or self.files[0][1].offsets is not None
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "offsets": None}  # which are in shared memory
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.files[0][1].values.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of a row."""
-        return self.files[0][1].values.shape[1:]
-
-    @property
-    def row(self) -> int:
-        """The bytes of a row."""
-        return prod(self.shape) * self.dtype.itemsize
-
-    def rows(self, samples: Ints) -> Ints:
+    def rows(self, samples: Any) -> Any:
         """The first row of these samples, of which the last one may be the end."""
         return samples if self.offsets is None else self.offsets[samples]
 
-    def check(self) -> None:
-        """Raise a FileError if a file has another dtype or shape than the first."""
-        for contents, part in self.files:
-            got = part.values.dtype, part.values.shape[1:]
-            if got != (self.dtype, self.shape) or part.variable != self.files[0][1].variable:
-                what = f"{self.name!r} is {got[0]}, rows of shape {list(got[1])}"
-                first = f"{self.files[0][0].path} has {self.dtype}, {list(self.shape)}"
-                raise FileError("HD408", f"{contents.path}: {what}, where {first}")
+    def counts(self, samples: Ints) -> Any:
+        """The rows of each of these samples."""
+        return self.rows(samples + 1) - self.rows(samples)
 
-    def _within(self, start: int, stop: int, step: int | None = None) -> Iterator[tuple[int, int, int, int]]:
+    def column(self, data: Tensor, samples: Ints) -> Column:
+        """Return the bytes of these samples as tensors."""
+        rows = data.view(-1).view(self.dtype).view(-1, *self.shape)
+        return list(torch.split_with_sizes(rows, self.counts(samples).tolist())) if self.ragged else rows
+
+    def _within(self, start: int, stop: int, step: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield the file, the first and last sample in it, and the first of all, of samples; at most `step` of them."""
         while start < stop:
             k = bisect_right(self.begins, start) - 1
-            end = min(stop, int(self.begins[k + 1]), start + (step or stop))
+            end = min(stop, int(self.begins[k + 1]), start + step)
             yield k, start - int(self.begins[k]), end - int(self.begins[k]), start
             start = end
+
+    def _variable(self, k: int, start: int, stop: int) -> list[Any]:
+        """Read samples of HDF5's variable length, of the open file, even if another one has its name by now."""
+        contents, _ = self.files[k]
+        with OpenFiles(contents) as files:
+            path = f"/proc/self/fd/{files.fd(contents.path)}"
+            with rows_of_lengths(path, self.name) as (_, _, read):
+                return read(start, stop)
 
     def read_lengths(self, out: Ints, reader: int, readers: int) -> None:
         """Write the length of each sample behind its place in `out`, which begins with 0: this reader's share of them.
@@ -182,19 +177,17 @@ class Field:
             if i % readers != reader:
                 continue
             contents, part = self.files[k]
+            into = out[at + 1 : at + 1 + stop - start]
             if part.offsets is None:
-                with OpenFiles(contents) as files, rows_of_lengths(_path(files), self.name) as (_, _, read):
-                    lengths = np.fromiter(map(len, read(start, stop)), np.int64, stop - start)
-            else:
-                offsets = torch.empty(stop - start + 1, dtype=part.offsets.dtype, device="cpu")
-                _read(contents, part.offsets, start, offsets, None)
-                bounds = offsets.numpy().astype(np.int64)
-                ends = (int(bounds[0]) if start == 0 else 0, int(bounds[-1]) if stop == part.samples else None)
-                lengths, total = np.diff(bounds), part.values.shape[0]
-                if ends[0] or ends[1] not in (None, total) or (lengths < 0).any():
-                    what = f"offsets {part.offsets.name!r} must rise from 0 to {total:,}, the rows of {self.name!r}"
-                    raise FileError("HD404", f"{contents.path}: {what}")
-            out[at + 1 : at + 1 + len(lengths)] = lengths
+                into[:] = list(map(len, self._variable(k, start, stop)))
+                continue
+            offsets, total = torch.empty(stop - start + 1, dtype=part.offsets.dtype, device="cpu"), part.values.shape[0]
+            _read(contents, part.offsets, start, offsets, None)
+            bounds = offsets.numpy().astype(np.int64)
+            into[:] = np.diff(bounds)
+            if into.min() < 0 or (start == 0 != bounds[0]) or (stop == part.samples and bounds[-1] != total):
+                what = f"offsets {part.offsets.name!r} must rise from 0 to {total:,}, the rows of {self.name!r}"
+                raise FileError("HD404", f"{contents.path}: {what}")
 
     def read(self, start: int, stop: int, out: Tensor, verify: bool | None, progress: Progress = None) -> None:
         """Read the rows of some samples into `out`, flat bytes in host memory.
@@ -202,45 +195,33 @@ class Field:
         Raises:
             FileError: they cannot be read, have changed, or differ from their checksum.
         """
-        done = 0
-        for k, first, last, at in self._within(start, stop):
+        done, variable = 0, self.files[0][1].variable
+        for k, first, last, at in self._within(start, stop, _AT_ONCE if variable else stop):
             contents, part = self.files[k]
-            end = at + last - first
-            bounds = self.rows(np.array([self.begins[k], at, end]))
-            count = int(bounds[2] - bounds[1])
-            into = out[done : done + count * self.row].view(self.dtype).view(count, *self.shape)
-            done += count * self.row
-            if not part.variable:
-                _read(contents, part.values, int(bounds[1] - bounds[0]), into, verify, progress)
+            row, begin, end = (int(self.rows(n)) for n in (at, self.begins[k], at + last - first))
+            into = out[done : done + (end - row) * self.row].view(self.dtype).view(end - row, *self.shape)
+            done += into.nbytes
+            if not variable:
+                _read(contents, part.values, row - begin, into, verify, progress)
                 continue
-            with OpenFiles(contents) as files, rows_of_lengths(_path(files), self.name) as (_, _, read):
-                rows = [row for a in range(first, last, _AT_ONCE) for row in read(a, min(last, a + _AT_ONCE))]
-            held = np.concatenate([into.numpy()[:0], *rows])
-            if len(held) != count:
+            held = np.concatenate([into.numpy()[:0], *self._variable(k, first, last)])
+            if len(held) != end - row:
                 raise FileError("HD413", f"{contents.path}: has changed while it was read")
             into.copy_(torch.from_numpy(held))
 
-    def grid(self, coarsest: float) -> Callable[[int], int]:
-        """Return what moves a sample to the nearest that no piece with a checksum, of at most `coarsest` bytes, nor
-        chunk of a compressed tensor, holds together with the one before it."""
-
-        def snap(sample: int) -> int:
-            k = min(bisect_right(self.begins, sample), len(self.files)) - 1
-            begin, end, values = int(self.begins[k]), int(self.begins[k + 1]), self.files[k][1].values
-            at = sample - begin
-            if values.raw is None and values.chunk > 1:
-                at = (at + values.chunk // 2) // values.chunk * values.chunk
-            elif len(values.boxes) and int(values.boxes.sizes.max()) * self.dtype.itemsize <= coarsest:
-                edges = np.unique(values.boxes.offsets[:, 0])
-                at = int(edges[abs(edges - at).argmin()])
-            return min(begin + at, end)
-
-        return (lambda sample: sample) if self.ragged else snap
-
-
-def _path(files: OpenFiles) -> str:
-    """The path of the open file, even if another one has its name by now."""
-    return f"/proc/self/fd/{files.fd(files.contents.path)}"
+    def grid(self, sample: int, coarsest: float) -> int:
+        """Move a sample to the nearest that no piece with a checksum, of at most `coarsest` bytes, nor chunk of a
+        compressed tensor, holds together with the one before it."""
+        k = bisect_right(self.begins, sample) - 1
+        begin, values, at = int(self.begins[k]), self.files[k][1].values, sample - int(self.begins[k])
+        if self.ragged:
+            return sample
+        if values.raw is None and values.chunk > 1:
+            at = (at + values.chunk // 2) // values.chunk * values.chunk
+        elif len(values.boxes) and int(values.boxes.sizes.max()) * self.dtype.itemsize <= coarsest:
+            edges = np.unique(values.boxes.offsets[:, 0])
+            at = int(edges[abs(edges - at).argmin()])
+        return min(begin + at, int(self.begins[k + 1]))
 
 
 def _read(
@@ -257,34 +238,38 @@ def joined(described: Sequence[tuple[Contents, list[Part]]]) -> list[Field]:
     Raises:
         FileError: a file has other fields than the first.
     """
-    begins = np.cumsum([0, *(parts[0].samples for _, parts in described)])
-    count = len(described[0][1])
-    if odd := next((contents for contents, parts in described if len(parts) != count), None):
-        raise FileError("HD408", f"{odd.path}: holds other tensors than {described[0][0].path}: name fields=")
-    fields = [
-        Field(part.values.name, [(contents, parts[i]) for contents, parts in described], begins)
-        for i, part in enumerate(described[0][1])
-    ]
-    for field in fields:
-        field.check()
+    begins = summed([parts[0].samples for _, parts in described])
+    first, fields = described[0][0].path, list[Field]()
+    for i in range(len(described[0][1])):
+        if odd := next((contents for contents, parts in described if len(parts) != len(described[0][1])), None):
+            raise FileError("HD408", f"{odd.path}: holds other tensors than {first}: name fields=")
+        field = Field([(contents, parts[i]) for contents, parts in described], begins)
+        for contents, (values, _, variable) in field.files:
+            dtype, shape = values.dtype, values.shape[1:]
+            if (dtype, shape, variable) != (field.dtype, field.shape, field.files[0][1].variable):
+                what = f"{field.name!r} is {dtype}, rows of shape {list(shape)}"
+                raise FileError(
+                    "HD408", f"{contents.path}: {what}, where {first} has {field.dtype}, {list(field.shape)}"
+                )
+        fields.append(field)
     return fields
+
+
+def nbytes(fields: Sequence[Field], samples: Ints) -> Ints:
+    """The bytes of all samples before these."""
+    return sum((field.rows(samples) * field.row for field in fields), np.zeros(len(samples), np.int64))
 
 
 def cuts(fields: Sequence[Field], count: int, coarsest: float) -> Ints:
     """Cut the samples into about `count` blocks of as many bytes: the first of each block, and the end."""
-    n = int(fields[0].begins[-1])
-
-    def nbytes(samples: Ints) -> Ints:
-        return sum((field.rows(samples) * field.row for field in fields), np.zeros(len(samples), np.int64))
-
-    total = int(nbytes(np.array([n]))[0])
-    wanted = np.array([total * i // count for i in range(count + 1)])
-    low, high = np.zeros(count + 1, np.int64), np.full(count + 1, n)
+    end = fields[0].begins[-1:]
+    n = int(end[0])
+    wanted = [int(nbytes(fields, end)[0]) * i // count for i in range(1, count)]
+    low, high = np.zeros(count - 1, np.int64), np.full(count - 1, n)
     while (low < high).any():
         middle = (low + high) // 2
-        enough = nbytes(middle) >= wanted
+        enough = nbytes(fields, middle) >= wanted
         low, high = np.where(enough, low, np.minimum(middle + 1, high)), np.where(enough, middle, high)
-    low[-1] = n
-    snap = max(fields, key=lambda field: int(field.rows(np.array([n]))[0]) * field.row).grid(coarsest)
-    found = np.unique([0, *map(snap, low[1:-1].tolist()), n])
+    largest = max(fields, key=lambda field: int(nbytes([field], end)[0]))
+    found = np.unique([0, *(largest.grid(sample, coarsest) for sample in low.tolist() if sample < n), n])
     return found if n else np.zeros(2, np.int64)

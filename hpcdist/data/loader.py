@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from operator import index
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,27 +19,23 @@ from hpcdist.comm.team import Team
 from hpcdist.comm.worker import Worker
 from hpcdist.control import objects
 from hpcdist.data.dataset import Dataset, take
+from hpcdist.data.fields import Column, nbytes
 from hpcdist.data.sampler import Epoch, Order, Sampler
-from hpcdist.data.segments import ALIGNMENT, Column, Places, Segment, merged
+from hpcdist.data.segments import ALIGNMENT, Segment, merged
 from hpcdist.errors import RankError, coded, described, refusal
 from hpcdist.process import abort
 from hpcdist.runtime import world
 from hpcdist.runtime.background import Handle, check_threads, prepare, submit
 from hpcdist.staging.arguments import agreed, positive
-from hpcdist.validation.collective import Call, agree, exchange
+from hpcdist.validation.collective import Call, exchange
 from hpcdist.validation.local import ArgumentError
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpcdist.layout.box import Ints
 
 VERB = "data.Loader"
 WINDOW = 2**30  # bytes
 _RAGGED = ("list", "nested", "padded")
 
 
-class Loader:
+class Loader(Sampler):
     """Shuffled batches of the samples of a :class:`Dataset`, on every rank: an iterable, as torch's DataLoader.
 
     Collective over the ranks of `data`, as is each batch: all ranks make the same loop, and have as many batches as
@@ -97,71 +93,49 @@ class Loader:
     ) -> None:
         if not isinstance(data, Dataset) or data.team is None:
             raise refusal(TypeError, "HD419", f"data is a {type(data).__name__}, expected what data.open() returns")
-        own: dict[str, Any] = {"split_batches": split_batches, "shuffle": shuffle, "drop_last": drop_last, "even": even}
-        same = {"batch_size": batch_size, "seed": seed, **own, "ragged": ragged, "window": window}
         if data.team.freed:
             raise refusal(ValueError, "HD419", "the world in which data were opened has ended")
+        own: dict[str, Any] = {"split_batches": split_batches, "shuffle": shuffle, "drop_last": drop_last, "even": even}
 
-        def check() -> Sampler:
+        def check() -> dict[str, Any]:
             if ragged not in _RAGGED:
                 raise ArgumentError("HD419", f"ragged is {ragged!r}, expected one of {', '.join(_RAGGED)}")
             positive("window", window)
+            Sampler.__init__(self, data, batch_size, seed, **own, group=data.group)
             self._device = torch.device("cpu" if device is None else device)
-            return Sampler(data, batch_size, seed, **own, group=data.group)
+            return {"batch_size": batch_size, "seed": seed, **own, "ragged": ragged, "window": window}
 
-        with agreed(data.team, VERB, check) as self.sampler:
-            objects.same(data.team.comm, VERB, same, same, objects.first_difference)
+        with agreed(data.team, VERB, check, dict.items):
             self._comm = data.team.comm.Dup()
-            self._team = world.team_of(self._comm)
-            self.dataset, self.batch_size = data, batch_size
-            self._ragged, self._transform = ragged, transform
+            self._team = team = world.team_of(self._comm)
+            self.dataset, self._ragged, self._transform = data, ragged, transform
             self._files = None
             if data.keep == "file":
-                self._files = _Files(self._team, data, window)
-                self.sampler.blocks(data.cuts, self._files.window)
-        self._whole = len(Places.of(self._team, data.keep != "node").nodes) == 1
+                self._files = _Files(team, data, window)
+                self.cuts, self.window = data.cuts, self._files.window
+        self._whole = data.keep == "node" or len(team.topology.nodes) == 1
         lengthy = transform is not None or data.transform is not None or self._device.type != "cpu"
         self._ahead = self._files is not None or not self._whole or lengthy
-        self._left: Future[None] | None = None  # the message that this rank has left the loop
-        self._running, self._in_loop = 0, False
-        self._header: bytes | None = None  # of a batch that is not the first of an epoch
-        self._end = weakref.finalize(self, _end, self._comm, self._team, self._files)
+        self._word: Future[Any] | None = None  # the message that this rank has left the loop
+        self._epoch: Epoch | None = None
+        self._in_loop = False
+        self._end = weakref.finalize(self, _end, self._comm, team, self._files)
         self._end.atexit = False
-        if self._team.size > 1:
+        if team.size > 1:
             check_threads()
-            prepare(self._team)
+            prepare(team)
             world.leaving.add(self)
 
-    @property
-    def next_epoch(self) -> int:
-        """The epoch with which to go on."""
-        return self.sampler.next_epoch
-
-    def __len__(self) -> int:
-        """The number of batches of a whole epoch."""
-        return len(self.sampler)
+    def __getstate__(self) -> Any:
+        raise refusal(TypeError, "HD419", "a Loader cannot be pickled: save its state_dict()")
 
     def __iter__(self) -> Iterator[Any]:
-        self._check_open()
         return self._batches(None)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be this epoch, unless load_state_dict() has left one of which samples are left."""
-        self.sampler.set_epoch(epoch)
-
-    def state_dict(self) -> dict[str, int]:
-        """Return a few integers, the same on all ranks: how far the batches go that this loader has given."""
-        return self.sampler.state_dict()
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was taken: its epoch then gives the samples that are left, to any number of ranks.
-
-        Raises:
-            ValueError: the state is of other data, or these are shuffled in another way.
-        """
         self.leave()
-        self._running += 1
-        self.sampler.load_state_dict(state)
+        self._epoch = None
+        super().load_state_dict(state)
 
     def epoch(self, epoch: int) -> Iterator[Any]:
         """Return the batches of an epoch; after load_state_dict() what is left of the one that was interrupted.
@@ -185,82 +159,73 @@ class Loader:
 
     def leave(self) -> None:
         """Let the other ranks know that this rank has left its loop, if it has; without waiting for them."""
-        sampler, team = self.sampler, self._team
-        if self._in_loop and team.size > 1:
-            text = f"has left the loop over epoch {sampler.now} after {sampler.given:,} samples of all ranks"
-
-            def tell() -> None:
-                with suppress(RankError):  # which all have
-                    exchange(team, Call(VERB, problem=coded("HD301", text)))
-
-            self._left = team.background.worker.submit(tell)
+        if self._in_loop and self._team.size > 1:
+            text = f"has left the loop over epoch {self.now} after {self.given:,} samples of all ranks"
+            call = Call(VERB, problem=coded("HD301", text))
+            self._word = self._team.background.worker.submit(partial(exchange, self._team, call))
         self._in_loop = False
 
     def _wait_left(self) -> None:
-        left, self._left = self._left, None
-        if left is not None:
-            left.result()
+        word, self._word = self._word, None
+        with suppress(RankError):  # which all have
+            if word is not None:
+                word.result()
 
     def _batches(self, chosen: int | None) -> Iterator[Any]:
+        self._check_open()
         self.leave()
-        sampler, team, self._running = self.sampler, self._team, self._running + 1
-        epoch = sampler.begin(sampler.next_epoch if chosen is None else chosen)
-        number, given = self._running, sampler.given
-        options: tuple[tuple[str, object], ...] = tuple(sampler.state_dict().items())
+        self._epoch = epoch = self.begin(self.next_epoch if chosen is None else chosen)
+        given, options = self.given, tuple(self.state_dict().items())
         ready: Handle[Any] | None = None
         self._in_loop = given < epoch.end
         try:
             while given < epoch.end:
                 self._check_open()
-                if number != self._running:
+                if self._epoch is not epoch:
                     text = "this loader has begun another epoch, or loaded a state: its batches before end there"
                     raise refusal(RuntimeError, "HD419", text)
-                error: Exception | None = None
-                with activity.InCall(VERB, team), abort.InStep(VERB, team.size):
-                    self._wait_left()
-                    try:
-                        if self._ahead:
-                            batch = (ready or self._submit(epoch, given)).wait()
-                        else:
-                            batch = self._make(team, epoch, given)
-                    except RankError:  # on all ranks
-                        raise
-                    except Exception as caught:
-                        error = caught
-                    problem = None if error is None else described(error, "HD309")
-                    self._in_loop = False  # if it is refused, all ranks have left
-                    try:
-                        self._agree(Call(VERB, options=options, problem=problem) if options or problem else None)
-                    except RankError as refused:
-                        raise refused from error
+                batch = self._agreed(epoch, given, ready, options)
                 options, ready = (), None
-                given = sampler.gave(epoch, given)
+                given = self.gave(epoch, given)
                 self._in_loop = given < epoch.end
                 if self._in_loop and self._ahead:
                     ready = self._submit(epoch, given)
                 yield batch
                 batch = None
         finally:
-            if number == self._running:
+            if self._epoch is epoch:
                 self.leave()
 
-    def _agree(self, call: Call | None) -> None:
-        """Wait until all ranks take a batch: a RankError if one does not. Collective; None repeats the call before."""
-        team = self._team
-        if call is None and self._header is not None:
-            if agree(team, self._header, ()) is None:
-                exchange(team, Call(VERB), exchanged=True)
-            return
-        exchange(team, call or Call(VERB))
-        self._header = None if call else team.headers.own
+    def _agreed(self, epoch: Epoch, given: int, ready: Handle[Any] | None, options: Any) -> Any:
+        """Return the next batch once all ranks have theirs: a RankError if one does not take it. Collective."""
+        error: Exception | None = None
+        with activity.InCall(VERB, self._team), abort.InStep(VERB, self._team.size):
+            self._wait_left()
+            try:
+                if self._ahead:
+                    batch = (ready or self._submit(epoch, given)).wait()
+                else:
+                    batch = self._make(self._team, epoch, given)
+            except RankError:  # on all ranks
+                raise
+            except Exception as caught:
+                error = caught
+            problem = None if error is None else described(error, "HD309")
+            self._in_loop = False  # if it is refused, all ranks have left
+            try:
+                exchange(self._team, Call(VERB, options=options, problem=problem))
+            except RankError as refused:
+                raise refused from error
+        return batch
 
     def _submit(self, epoch: Epoch, given: int) -> Handle[Any]:
         return submit(self._team, VERB, partial(self._make, epoch=epoch, given=given))
 
     def _make(self, team: Team, epoch: Epoch, given: int) -> Any:
         """Make the batch that begins after `given` samples. Collective, if it is not in this node's memory."""
-        if self._whole and self.dataset.segment is not None:
-            columns = self.dataset.segment.columns(epoch.mine(given)[1])
+        segment = self.dataset.segment
+        if self._whole and segment is not None:
+            columns = segment.columns(epoch.mine(given))
         else:
             columns = self._columns(team, epoch, given)
         batch = self.dataset.batch(columns, self._ragged)
@@ -272,29 +237,19 @@ class Loader:
         return batch
 
     def _columns(self, team: Team, epoch: Epoch, given: int) -> list[Column]:
-        stop = min(given + epoch.batch_size, epoch.end)
-        parts = [] if self._whole else epoch.parts(given)
-        which, inside = epoch.mine(given) if self._whole else epoch.order(np.arange(given, stop))
-        own = which if self._whole else which[parts[team.rank]]
-        found: list[tuple[Ints, list[Column]]] = []
+        stop = min(given + self.whole, epoch.end)
+        of_all = None if self._whole else epoch.order(np.arange(given, stop))
+        wanted = [] if of_all is None else [of_all[part] for part in epoch.parts(given)]
+        mine = wanted[team.rank] if wanted else epoch.mine(given)
+        found: list[Any] = []
         for number in epoch.order.spanned(given, stop):
-            segment = self._segment(team, epoch.order, number)
-            if self._whole:
-                columns = segment.columns(inside[own == number])
-            else:
-                with abort.InTransfer(VERB, team.size):
-                    columns = segment.exchange(team, inside, [part[which[part] == number] for part in parts])
-            found.append((np.flatnonzero(own == number), columns))
+            segment = self.dataset.segment if self._files is None else self._files.get(team, epoch.order, number)
+            assert segment is not None
+            found += segment.exchange(team, mine, wanted)
         return merged(found)
 
-    def _segment(self, team: Team, order: Order, number: int) -> Segment:
-        if self._files is not None:
-            return self._files.get(team, order, number)
-        assert self.dataset.segment is not None
-        return self.dataset.segment
 
-
-def _end(comm: MPI.Intracomm, team: Team, files: _Files | None) -> None:
+def _end(comm: Any, team: Team, files: _Files | None) -> None:
     """Free what a loader has. Nothing is communicated, and a rank that still has to tell others something keeps it."""
     if not team.freed and team.background.worker.idle:
         if files is not None:
@@ -303,23 +258,18 @@ def _end(comm: MPI.Intracomm, team: Team, files: _Files | None) -> None:
 
 
 class _Files:
-    """Two windows of memory, into which the ranks read the segments of an epoch, one ahead of the one in use."""
+    """Memory for two segments of an epoch, into which the ranks read one while the other is in use."""
 
     def __init__(self, team: Team, data: Dataset, window: int) -> None:
-        self._data, self._places = data, Places.of(team, spread=True)
-        sizes = np.array([np.diff(field.rows(data.cuts)) * field.row for field in data.described]).sum(0)
-        largest = max(1, int(sizes.max(initial=0)))
+        sizes = np.diff(nbytes(data.described, data.cuts))
+        largest = max(1, int(sizes.max()))
         self.window = max(1, window // largest)  # in blocks
-        start, stop = self._places.ends[self._places.node : self._places.node + 2]
-        most = min(self.window, len(sizes))  # blocks of a segment
-        share = min(most, -(-most * (stop - start) // team.size))
-        nbytes = share * largest + ALIGNMENT * len(data.described)
-        self._windows = [take(team, nbytes) for _ in range(2)]
-        self._memory = [window.tensor((nbytes,), torch.uint8) for window in self._windows]
-        self._worker = Worker("hpcdist-data")
+        share = -(-min(self.window, len(sizes)) * len(team.topology.local_ranks) // team.size)
+        self._bytes = share * largest + ALIGNMENT * len(data.described)
+        self._windows = [take(team, self._bytes) for _ in range(2)]
+        self._data, self._worker = data, Worker("hpcdist-data")
         self._order: Order | None = None
-        self._segments: dict[int, tuple[Segment, Future[None]]] = {}
-        self._read: set[int] = set()
+        self._segments: dict[int, tuple[Segment, Future[None]]] = {}  # the one in use, and the next
 
     def get(self, team: Team, order: Order, number: int) -> Segment:
         """Return a segment that all ranks have read; then begin to read the next one. Collective, in order."""
@@ -327,27 +277,26 @@ class _Files:
             self._worker.stop()  # what the one before was reading
             objects.run_on_all(team.comm, VERB, lambda: None)
             self._order, self._segments = order, {}
-            self._read.clear()
-        if number not in self._read:
-            self._begin(number)
+        if number + 1 not in self._segments:
+            self._begin(team, number)
             objects.run_on_all(team.comm, VERB, self._segments[number][1].result)
-            self._read.add(number)
             self._segments.pop(number - 1, None)
-            self._begin(number + 1)
-        return self._segments[number][0].attach(self._memory[number % 2])
+            self._begin(team, number + 1)
+        return self._segments[number][0]
 
-    def _begin(self, number: int) -> None:
+    def _begin(self, team: Team, number: int) -> None:
         assert self._order is not None
-        if number in self._segments or number >= len(self._order.segments):
+        if number in self._segments:
             return
-        segment = Segment(self._data.described, self._data.cuts, self._order.segments[number], self._places)
-        read = partial(segment.read, self._windows[number % 2].bytes, None)
-        self._segments[number] = segment, self._worker.submit(read)
+        blocks = self._order.segments[number] if number < len(self._order.segments) else np.arange(0)
+        segment, window = Segment(team, self._data.described, self._data.cuts, blocks, True), self._windows[number % 2]
+        segment.attach(window.tensor((self._bytes,), torch.uint8))
+        self._segments[number] = segment, self._worker.submit(partial(segment.read, window.bytes, None))
 
     def close(self) -> None:
         self._worker.stop()
         self._windows.clear()
-        self._memory.clear()
+        self._segments.clear()
 
 
 def _on(device: torch.device, batch: Any) -> Any:

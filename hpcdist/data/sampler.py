@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sized
 from functools import lru_cache
-from itertools import pairwise
 from operator import index
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from hpcdist.comm.team import GroupLike
 from hpcdist.errors import refusal
 from hpcdist.layout.box import Ints, summed
 from hpcdist.layout.permutation import Permutation
 from hpcdist.runtime import world
 
-if TYPE_CHECKING:
-    from hpcdist.comm.team import GroupLike
-
 _AT_ONCE = 2**14  # positions that are computed at once
+
+
+def integer(name: str, value: Any) -> int:
+    """An argument as an integer."""
+    try:
+        return index(value)
+    except TypeError:
+        raise refusal(TypeError, "HD419", f"{name} is {value!r}, expected an integer") from None
 
 
 class Order:
@@ -35,27 +40,28 @@ class Order:
 
     def __init__(self, cuts: Ints, window: int | None, key: tuple[int, int] | None) -> None:
         count = len(cuts) - 1
-        numbers = np.arange(count)
+        self._blocks = np.arange(count)
         if key is not None and window is not None:
-            numbers = Permutation(count, (*key, -1))(numbers)
-        self.segments = [numbers[i : i + (window or count)] for i in range(0, count, window or count)]
-        self._first = summed([int((cuts[blocks + 1] - cuts[blocks]).sum()) for blocks in self.segments])
-        self._key = key
-        self._shuffle = lru_cache(maxsize=2)(self._shuffle_of)  # of the segments of a batch
+            self._blocks = Permutation(count, (*key, -1))(self._blocks)
+        starts = range(0, count, window or count)
+        self.segments = [self._blocks[i : i + (window or count)] for i in starts]
+        self._cuts, self._begins = cuts, summed(np.diff(cuts)[self._blocks])  # positions, before they are shuffled
+        self._first = first = self._begins[[*starts, count]]
+        self._shuffle = None  # of a segment; those of a batch are kept
+        if key is not None:
+            self._shuffle = lru_cache(2)(lambda n: Permutation(int(first[n + 1] - first[n]), (*key, n)))
 
-    def __call__(self, positions: Ints) -> tuple[Ints, Ints]:
-        """Return the segment of the sample at each position of the epoch, and its index in the segment."""
-        segment = self._first.searchsorted(positions, "right") - 1
-        inside = positions - self._first[segment]
-        if self._key is not None:
+    def __call__(self, positions: Ints) -> Ints:
+        """Return the samples at these positions of the epoch."""
+        if self._shuffle is not None:
+            segment, given = self._first.searchsorted(positions, "right") - 1, positions
+            positions = np.empty_like(given)
             for number in np.unique(segment).tolist():
-                here = segment == number
-                inside[here] = self._shuffle(number)(inside[here])
-        return segment, inside
-
-    def _shuffle_of(self, number: int) -> Permutation:
-        assert self._key is not None
-        return Permutation(int(self._first[number + 1] - self._first[number]), (*self._key, number))
+                here, first = segment == number, self._first[number]
+                positions[here] = first + self._shuffle(number)(given[here] - first)
+        block = self._begins.searchsorted(positions, "right") - 1
+        samples: Ints = self._cuts[self._blocks[block]] + positions - self._begins[block]
+        return samples
 
     def spanned(self, start: int, stop: int) -> range:
         """Return the segments of these positions."""
@@ -66,40 +72,36 @@ class Order:
 class Epoch:
     """The batches of one epoch, from the sample after `begun` others on.
 
-    Args:
-        samples, batch_size: of all ranks.
-        rank, size: this rank, and the number of ranks.
-        drop_last, even: see :class:`Sampler`.
+    Attributes:
+        end: the samples of all ranks' batches, and those before.
     """
 
-    def __init__(
-        self, order: Order, samples: int, batch_size: int, rank: int, size: int, begun: int, drop_last: bool, even: str
-    ) -> None:
-        self.order, self.batch_size, self._even = order, batch_size, even
-        self._rank, self._size, self._begun = rank, size, begun
-        self._own = batch_size * rank // size, batch_size * (rank + 1) // size
-        self.end = samples - (samples - begun) % batch_size if drop_last else samples
-        self._ahead: tuple[int, Ints, Ints] | None = None  # several batches of this rank, from this one on
+    def __init__(self, of: Sampler, order: Order, begun: int) -> None:
+        self.order, self._of, self._begun = order, of, begun
+        self.end = of.samples - (of.samples - begun) % of.whole if of.drop_last else of.samples
+        self._rows = max(1, _AT_ONCE // of.batch_size)
+        self._several = lru_cache(1)(self._compute)
 
     def parts(self, given: int) -> list[Ints]:
         """Return for each rank which samples it gets of those of the batch that begins after `given` ones."""
-        count = min(self.batch_size, self.end - given)
-        whole = self.batch_size if self._even == "pad" else count
-        ends = [whole * rank // self._size for rank in range(self._size + 1)]
-        return [np.arange(a, b) % count for a, b in pairwise(ends)]
+        of, count = self._of, min(self._of.whole, self.end - given)
+        whole = of.whole if of.even == "pad" else count
+        return [np.arange(whole * r // of.size, whole * (r + 1) // of.size) % count for r in range(of.size)]
 
-    def mine(self, given: int) -> tuple[Ints, Ints]:
-        """Return the segment and the index of this rank's samples of a batch."""
-        if given + self.batch_size > self.end:
-            return self.order(given + self.parts(given)[self._rank])
-        start, stop = self._own
-        step, rows = (given - self._begun) // self.batch_size, max(1, _AT_ONCE // (stop - start))
-        first = step // rows * rows
-        if self._ahead is None or self._ahead[0] != first:
-            begins = self._begun + self.batch_size * np.arange(first, first + rows)[:, None]
-            self._ahead = first, *self.order(np.minimum(begins + np.arange(start, stop), self.end - 1))
-        _, segments, inside = self._ahead
-        return segments[step - first], inside[step - first]
+    def mine(self, given: int) -> Ints:
+        """Return this rank's samples of a batch."""
+        if given + self._of.whole > self.end:
+            return self.order(given + self.parts(given)[self._of.rank])
+        number, row = divmod((given - self._begun) // self._of.whole, self._rows)
+        samples: Ints = self._several(number)[row]
+        return samples
+
+    def _compute(self, number: int) -> Ints:
+        """The samples of several batches of this rank at once, a row for each."""
+        of, begin = self._of, self._begun + self._of.whole * self._rows * number
+        first = np.arange(begin, min(begin + of.whole * self._rows, self.end), of.whole)[:, None]
+        own = of.whole * of.rank // of.size + np.arange(of.batch_size)
+        return self.order(np.minimum(first + own, self.end - 1))
 
 
 class Sampler(torch.utils.data.Sampler[list[int]]):
@@ -149,8 +151,8 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         team = world.team_of(group)
         self.rank, self.size = team.rank, team.size
         self.samples = data if isinstance(data, int) else len(data)
-        self.seed, self.shuffle, self.drop_last, self.even = index(seed), shuffle, drop_last, even
-        size = index(batch_size) * (1 if split_batches else self.size)
+        self.seed, self.shuffle, self.drop_last, self.even = integer("seed", seed), shuffle, drop_last, even
+        size = integer("batch_size", batch_size) * (1 if split_batches else self.size)
         if size < 1 or self.samples < 0 or (split_batches and size < self.size):
             what = f"batch_size is {batch_size} for {self.samples:,} samples on {self.size} ranks"
             raise refusal(ValueError, "HD419", f"{what}, expected at least one sample a rank")
@@ -158,35 +160,28 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
             raise refusal(ValueError, "HD419", f"even is {even!r}, expected 'pad' or 'short'")
         self.whole = size
         self.batch_size = size * (self.rank + 1) // self.size - size * self.rank // self.size
-        self.window: int | None = None
-        self._cuts = np.array([0, self.samples])
+        self.window: int | None = None  # blocks: see Order
+        self.cuts = np.array([0, self.samples])
         self.next_epoch = self.now = self.given = 0
         self._loaded = False  # and no epoch begun since
-        self._left: dict[int, int] = {}  # by epoch, the samples given before load_state_dict()
-
-    def blocks(self, cuts: Ints, window: int | None) -> None:
-        """Let the order be that of segments: see :class:`Order`."""
-        self._cuts, self.window = cuts, window
+        self._rest: dict[int, int] = {}  # by epoch, the samples given before load_state_dict()
 
     def __len__(self) -> int:
         """The number of batches of a whole epoch, on each rank."""
-        full = self.samples // self.whole
-        return full if self.drop_last or full * self.whole == self.samples else full + 1
+        return (self.samples if self.drop_last else self.samples + self.whole - 1) // self.whole
 
     def begin(self, epoch: int) -> Epoch:
         """Begin an epoch: from its first sample, or after load_state_dict() from the next one."""
-        self.now, self.next_epoch, self._loaded = index(epoch), index(epoch) + 1, False
-        self.given = self._left.get(self.now, 0)
-        order = Order(self._cuts, self.window, (self.seed, self.now) if self.shuffle else None)
-        parts = self.samples, self.whole, self.rank, self.size
-        return Epoch(order, *parts, self.given, self.drop_last, self.even)
+        self.now, self.next_epoch, self._loaded = epoch, epoch + 1, False
+        self.given = self._rest.get(epoch, 0)
+        return Epoch(self, Order(self.cuts, self.window, (self.seed, epoch) if self.shuffle else None), self.given)
 
     def gave(self, epoch: Epoch, given: int) -> int:
         """Note that the batch after these samples is given; return the samples that are given now."""
         given = min(given + self.whole, epoch.end)
         self.given = given if given < epoch.end else self.samples  # also what drop_last leaves out
         if given == epoch.end:
-            self._left.pop(self.now, None)
+            self._rest.pop(self.now, None)
         return given
 
     def set_epoch(self, epoch: int) -> None:
@@ -202,7 +197,7 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         window = self.window or 0
         return {
             "seed": self.seed, "epoch": self.now, "given": self.given, "samples": self.samples,
-            "shuffle": int(self.shuffle), "window": window, "blocks": len(self._cuts) - 1 if window else 0,
+            "shuffle": int(self.shuffle), "window": window, "blocks": len(self.cuts) - 1 if window else 0,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -220,12 +215,12 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         if not 0 <= index(state["given"]) <= self.samples:
             raise refusal(ValueError, "HD419", f"the state has given {state['given']}, of {self.samples:,} samples")
         self.seed, self.now, self.given = (int(state[name]) for name in ("seed", "epoch", "given"))
-        self._left, self._loaded = {self.now: self.given}, self.given < self.samples
+        self._rest, self._loaded = {self.now: self.given}, self.given < self.samples
         self.next_epoch = self.now + (self.given >= self.samples)
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch, given = self.begin(self.next_epoch), self.given
         while given < epoch.end:
-            _, inside = epoch.mine(given)
+            samples = epoch.mine(given)
             given = self.gave(epoch, given)
-            yield inside.tolist()
+            yield samples.tolist()

@@ -3,100 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist.data.fields import Field, Progress
+from hpcdist.comm.team import Team
+from hpcdist.data.fields import Column, Field, Progress
 from hpcdist.layout.box import Ints, summed
-
-if TYPE_CHECKING:
-    from hpcdist.comm.team import Team
+from hpcdist.process import abort
 
 ALIGNMENT = 64  # bytes: of a field's rows in memory
 
 
-@dataclass(frozen=True)
-class Places:
-    """Which ranks hold the blocks: those of one node, or of all nodes, each a share, in the order of the nodes.
-
-    Attributes:
-        nodes: the ranks of each node.
-        node, rank: this node, and the place of this rank on it.
-    """
-
-    nodes: Sequence[Sequence[int]]
-    node: int
-    rank: int
-
-    @classmethod
-    def of(cls, team: Team, spread: bool) -> Places:
-        here = team.topology
-        return cls(here.nodes, here.node, here.local_rank) if spread else cls([here.local_ranks], 0, here.local_rank)
-
-    @property
-    def ends(self) -> list[int]:
-        """The number of ranks of the nodes before each, and of all."""
-        return [0, *np.cumsum([len(ranks) for ranks in self.nodes]).tolist()]
-
-
-class Column:
-    """A field of some samples: their rows as flat bytes, and the number of rows of each sample, if they differ."""
-
-    def __init__(self, field: Field, rows: Tensor, lengths: Ints | None) -> None:
-        self.field, self.rows, self.lengths = field, rows, lengths
-
-    def tensor(self) -> Tensor:
-        """The rows as a tensor."""
-        return self.rows.view(self.field.dtype).view(-1, *self.field.shape)
-
-    def samples(self) -> list[Tensor]:
-        """A tensor for each sample."""
-        x = self.tensor()
-        return list(x.unbind() if self.lengths is None else torch.split_with_sizes(x, self.lengths.tolist()))
-
-
 class Segment:
-    """Blocks of samples. Each rank reads a share of them into its node's memory, the blocks one after the other.
-
-    A sample of the segment is known by its index in it: that in the blocks, in the order given.
+    """Blocks of samples, in the memory of the ranks of one node, or with `spread` of all: each rank reads a share of
+    them, the nodes in their order.
 
     Args:
         cuts: the first sample of each block of the data, and the end.
         blocks: numbers of the blocks.
+
+    Attributes:
+        whole: whether this node has all of them.
+        nbytes: of this node's memory for them.
     """
 
-    def __init__(self, fields: Sequence[Field], cuts: Ints, blocks: Ints, places: Places) -> None:
-        self._fields, self._places = fields, places
-        self._starts, self._ends = cuts[blocks], cuts[blocks + 1]
-        self._first = summed((self._ends - self._starts).tolist())
-        ends = places.ends
-        bounds = [len(blocks) * end // ends[-1] for end in range(ends[-1] + 1)]
-        self._borders = self._first[[bounds[end] for end in ends]]  # the first sample of each node
-        here, there = (bounds[end] for end in ends[places.node : places.node + 2])
-        mine = ends[places.node] + places.rank
-        self._mine = range(bounds[mine], bounds[mine + 1])
-        rows = [summed((field.rows(self._ends) - field.rows(self._starts)).tolist()) for field in fields]
-        self._bases = [first - first[here] for first in rows]  # of each block, its first row in the node's memory
-        sizes = [int(base[there]) * field.row for base, field in zip(self._bases, fields, strict=True)]
-        self._places_of = summed([-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]).tolist()
-        self._sizes = sizes
-        self.nbytes: int = self._places_of[-1]
-        self._memory: list[Tensor] = []
+    def __init__(self, team: Team, fields: Sequence[Field], cuts: Ints, blocks: Ints, spread: bool) -> None:
+        here = team.topology
+        self._nodes, self._node = (here.nodes, here.node) if spread else ([here.local_ranks], 0)
+        self._fields, self._cuts, self._rank = fields, cuts, here.local_rank
+        self.whole = len(self._nodes) == 1
+        ends = summed([len(ranks) for ranks in self._nodes])
+        bounds = len(blocks) * np.arange(ends[-1] + 1) // ends[-1]
+        first = ends[self._node] + here.local_rank
+        self._mine = blocks[bounds[first] : bounds[first + 1]]
+        self._node_of = np.full(len(cuts) - 1, -1)  # of each block of the data
+        self._node_of[blocks] = np.repeat(np.arange(len(self._nodes)), np.diff(bounds[ends]))
+        held = blocks[self._node_of[blocks] == self._node]
+        self.nbytes, self._memory = 0, list[Tensor]()
+        self._places: list[tuple[int, int, Ints]] = []  # of a field: first byte, and end; how its rows have moved
+        for field in fields:
+            starts, moved = field.rows(cuts[held]), np.zeros(len(cuts) - 1, np.int64)
+            begins = summed(field.rows(cuts[held + 1]) - starts)
+            moved[held] = begins[:-1] - starts
+            self._places.append((self.nbytes, self.nbytes + int(begins[-1]) * field.row, moved))
+            self.nbytes = -(-self._places[-1][1] // ALIGNMENT) * ALIGNMENT
 
-    @property
-    def whole(self) -> bool:
-        """Whether this node has all of its samples."""
-        return len(self._places.nodes) == 1
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_memory": []}  # which is shared
 
     def attach(self, memory: Tensor) -> Segment:
         """Take the node's memory, flat bytes, from which its samples are taken."""
         self._memory = [
-            memory[at : at + size].view(-1, field.row) if size else memory[:0].view(0, field.row)
-            for at, size, field in zip(self._places_of[:-1], self._sizes, self._fields, strict=True)
+            memory[a:b].view(-1, field.row) for field, (a, b, _) in zip(self._fields, self._places, strict=True)
         ]
         return self
 
@@ -106,85 +68,62 @@ class Segment:
         Raises:
             FileError: they cannot be read, have changed, or differ from their checksum.
         """
-        at = self._mine.start
-        while at < self._mine.stop:
-            end = at + 1
-            while end < self._mine.stop and self._starts[end] == self._ends[end - 1]:  # as one run
-                end += 1
-            for field, base, place in zip(self._fields, self._bases, self._places_of[:-1], strict=True):
-                into = memory[place + int(base[at]) * field.row : place + int(base[end]) * field.row]
-                field.read(int(self._starts[at]), int(self._ends[end - 1]), into, verify, progress)
-            at = end
+        for run in np.split(self._mine, np.flatnonzero(np.diff(self._mine) != 1) + 1) if self._mine.size else ():
+            start, stop = int(self._cuts[run[0]]), int(self._cuts[run[-1] + 1])
+            for field, (place, _, moved) in zip(self._fields, self._places, strict=True):
+                a, b = (place + int(moved[run[0]] + field.rows(n)) * field.row for n in (start, stop))
+                field.read(start, stop, memory[a:b], verify, progress)
 
     def columns(self, wanted: Ints) -> list[Column]:
         """Copy samples of this node."""
-        found = []
-        places = torch.from_numpy(wanted - self._borders[self._places.node])
-        for field, base, memory in zip(self._fields, self._bases, self._memory, strict=True):
-            if not field.ragged:
-                found.append(Column(field, memory.index_select(0, places), None))
-                continue
-            block, sample = self._located(wanted)
-            first, last = field.rows(sample), field.rows(sample + 1)
-            start = base[block] + first - field.rows(self._starts[block])
-            lengths = last - first
-            held = memory.numpy()  # of which a part takes less time
-            parts = [held[a:b] for a, b in zip(start.tolist(), (start + lengths).tolist(), strict=True)]
-            rows = torch.empty(int(lengths.sum()), field.row, dtype=torch.uint8, device="cpu")
-            np.concatenate([held[:0], *parts], out=rows.numpy())
-            found.append(Column(field, rows, lengths))
+        found: list[Column] = []
+        block = self._cuts.searchsorted(wanted, "right") - 1
+        for field, (_, _, moved), memory in zip(self._fields, self._places, self._memory, strict=True):
+            starts = moved[block] + field.rows(wanted)
+            if field.ragged:
+                ends, held = starts + field.counts(wanted), memory.numpy()  # of which a part takes less time
+                parts = [held[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+                found.append(field.column(torch.from_numpy(np.concatenate([held[:0], *parts])), wanted))
+            else:
+                found.append(field.column(memory.index_select(0, torch.from_numpy(starts)), wanted))
         return found
 
-    def _located(self, wanted: Ints) -> tuple[Ints, Ints]:
-        """The blocks that hold samples, and the numbers of the samples among all."""
-        block = self._first.searchsorted(wanted, "right") - 1
-        return block, self._starts[block] + wanted - self._first[block]
-
-    def exchange(self, team: Team, wanted: Ints, parts: Sequence[Ints]) -> list[Column]:
-        """Copy this rank's samples, of several nodes, and send those of other nodes' ranks that this rank serves.
-        Collective over `team`.
+    def exchange(self, team: Team, mine: Ints, wanted: Sequence[Ints]) -> list[tuple[Ints, list[Column]]]:
+        """Copy those of this rank's samples that are here. Where there are several nodes, also those of other nodes,
+        and send theirs to the ranks that this rank serves: collective over `team`.
 
         Args:
-            wanted: samples of all ranks.
-            parts: for each rank, which of them are its own, in its order.
+            wanted: samples of each rank; not used on one node.
+
+        Returns:
+            Places among this rank's samples, and the columns there.
         """
         from hpcdist.routes.mpi import MPI_ROUTE  # which imports MPI
 
-        places, nodes, mine = self._places, self._places.nodes, parts[team.rank]
-        at_node = self._borders.searchsorted(wanted, "right") - 1
-        sends, pieces = [], []
-        for node, ranks in enumerate(nodes):
-            if node == places.node:
-                continue
-            for i, rank in enumerate(ranks):
-                if i % len(nodes[places.node]) == places.rank:  # each rank has one that serves it on every node
-                    own = wanted[parts[rank]][at_node[parts[rank]] == places.node]
-                    if own.size:
-                        sends.append((rank, torch.cat([column.rows.view(-1) for column in self.columns(own)])))
-            here = np.flatnonzero(at_node[mine] == node)
-            if here.size:
-                columns = self._empty(wanted[mine][here])
-                message = torch.empty(sum(c.rows.numel() for c in columns), dtype=torch.uint8, device="cpu")
-                pieces.append((ranks[places.rank % len(ranks)], here, columns, message))
-        longest = max([message.numel() for _, message in sends] + [piece[3].numel() for piece in pieces], default=0)
-        MPI_ROUTE.exchange(team, sends, [(rank, message) for rank, _, _, message in pieces], longest)
-        here = np.flatnonzero(at_node[mine] == places.node)
-        found = [(here, self.columns(wanted[mine][here]))]
-        for _, here, columns, message in pieces:
-            sizes = [column.rows.numel() for column in columns]
-            for column, part in zip(columns, torch.split_with_sizes(message, sizes), strict=True):
-                column.rows = part.view(-1, column.field.row)
-            found.append((here, columns))
-        return merged(found)
+        def at(samples: Ints, node: int) -> Ints:
+            return np.flatnonzero(self._node_of[self._cuts.searchsorted(samples, "right") - 1] == node)
 
-    def _empty(self, wanted: Ints) -> list[Column]:
-        """What the columns of samples of another node will be, without memory."""
-        _, sample = self._located(wanted)
-        found = []
-        for field in self._fields:
-            lengths = field.rows(sample + 1) - field.rows(sample)
-            rows = torch.empty(int(lengths.sum()), field.row, dtype=torch.uint8, device="meta")
-            found.append(Column(field, rows, lengths if field.ragged else None))
+        found, sends, recvs, ours = [], [], [], len(self._nodes[self._node])
+        with abort.InTransfer("data.Loader", 1 if self.whole else team.size):
+            for node, ranks in enumerate(self._nodes):
+                here = at(mine, node)
+                if node == self._node:
+                    found.append((here, self.columns(mine[here])))
+                    continue
+                for rank in ranks[self._rank :: ours]:  # each rank has one that serves it on every node
+                    own = wanted[rank][at(wanted[rank], self._node)]
+                    if own.size:
+                        parts = chain.from_iterable([x] if isinstance(x, Tensor) else x for x in self.columns(own))
+                        sends.append((rank, torch.cat([x.reshape(-1).view(torch.uint8) for x in parts])))
+                if here.size:
+                    sizes = [int(field.counts(mine[here]).sum()) * field.row for field in self._fields]
+                    message = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+                    recvs.append((ranks[self._rank % len(ranks)], message, here, sizes))
+            messages = [(rank, x) for rank, x, _, _ in recvs]
+            MPI_ROUTE.exchange(team, sends, messages, max((x.numel() for _, x in sends + messages), default=0))
+        for _, message, here, sizes in recvs:
+            received = zip(self._fields, torch.split_with_sizes(message, sizes), strict=True)
+            found.append((here, [field.column(x.clone(), mine[here]) for field, x in received]))
         return found
 
 
@@ -192,17 +131,12 @@ def merged(parts: Sequence[tuple[Ints, list[Column]]]) -> list[Column]:
     """Join the columns of samples at these places of a batch."""
     if len(parts) == 1:
         return parts[0][1]
-    order = np.concatenate([places for places, _ in parts])
-    back = np.argsort(order)
-    found = []
+    back = np.concatenate([places for places, _ in parts]).argsort()
+    found: list[Any] = []
     for same in zip(*(columns for _, columns in parts), strict=True):
-        field = same[0].field
-        if not field.ragged:
-            rows = torch.cat([column.rows for column in same]).index_select(0, torch.from_numpy(back))
-            found.append(Column(field, rows, None))
-            continue
-        lengths = np.concatenate([column.lengths for column in same])
-        rows = torch.cat([column.rows.view(-1, field.row) for column in same])
-        pieces = torch.split_with_sizes(rows, lengths.tolist())
-        found.append(Column(field, torch.cat([pieces[i] for i in back]), lengths[back]))
+        if isinstance(same[0], Tensor):
+            found.append(torch.cat(same).index_select(0, torch.from_numpy(back)))
+        else:
+            samples = list(chain.from_iterable(same))
+            found.append([samples[i] for i in back])
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import index
 from typing import Any, TypeVar
@@ -33,11 +33,14 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 
 
 @contextmanager
-def agreed(team: Team, verb: str, check: Callable[[], T]) -> Iterator[T]:
+def agreed(
+    team: Team, verb: str, check: Callable[[], T], same: Callable[[T], Iterable[tuple[str, Any]]] = lambda _: ()
+) -> Iterator[T]:
     """Run the body of a collective call once every rank has found its own arguments right. Collective.
 
     Args:
         check: returns this rank's arguments in the body's form, or raises their error.
+        same: those of them that must agree, by name.
 
     Raises:
         RankError: on every rank, if `check` fails on one, or ranks have made different calls.
@@ -46,6 +49,7 @@ def agreed(team: Team, verb: str, check: Callable[[], T]) -> Iterator[T]:
     try:
         local.refuse_tracing()
         arguments.append(check())
+        call.options = tuple((name, repr(value)) for name, value in same(arguments[0]))
     except Exception as error:  # the other ranks must raise it, too
         call.problem = local.problem_of(error)
     with activity.InCall(verb, team), abort.InStep(verb, team.size):

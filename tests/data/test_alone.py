@@ -126,8 +126,12 @@ def test_what_is_refused(alone, here):
     for options in ({"batch_size": 0}, {"even": "odd"}, {"window": 0}, {"ragged": "odd"}, {"seed": 0.5}):
         with pytest.raises(hd.RankError):
             hd.data.Loader(data, **{"batch_size": 1, **options})
+    with pytest.raises(hd.RankError, match=re.escape("batch_size is 1.5, expected an integer")):
+        hd.data.Loader(data, 1.5)
     with pytest.raises(TypeError, match="expected what data"):
         hd.data.Loader([1, 2], 1)
+    with pytest.raises(TypeError, match="a Loader cannot be pickled"):
+        pickle.dumps(hd.data.Loader(data, 1))
 
 
 def test_where_the_data_are_by_default(files, monkeypatch, capfd):
@@ -159,11 +163,7 @@ def test_how_far_neighbours_are():
     cuts = np.linspace(0, n, blocks + 1).astype(int)
     for window in (4, 20, None):
         order = Order(cuts, window, (1, 0))
-        segment, inside = order(np.arange(n))
-        samples = np.empty(n, int)
-        for number, numbers in enumerate(order.segments):
-            held = np.concatenate([np.arange(cuts[b], cuts[b + 1]) for b in numbers])
-            samples[segment == number] = held[inside[segment == number]]
+        samples = order(np.arange(n))
         assert sorted(samples.tolist()) == list(range(n))
         mean = abs(np.diff(samples)).mean() / (n / 3)
         assert mean == pytest.approx(1 - 1 / (window or n), abs=0.03), window
