@@ -22,7 +22,7 @@ import os
 import time
 import weakref
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +32,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -249,6 +250,18 @@ def _metadata(stored: Stored) -> TensorStorageMetadata:
     size = torch.Size(stored.shape)
     whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
     return TensorStorageMetadata(TensorProperties(dtype=stored.dtype), size, [whole])
+
+
+def memory_of(state: dict[str, Tensor], tensors: Mapping[str, Stored]) -> dict[str, list[tuple[Box, Tensor]]]:
+    """The boxes that this rank holds of each tensor of a file, and their memory, by name."""
+    found: dict[str, list[tuple[Box, Tensor]]] = {key: [] for key in state}
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    detached = {key: x.detach() for key, x in state.items()}
+    planner.set_up_planner(detached, Metadata({key: _metadata(tensors[key]) for key in state}))
+    for item in planner.create_local_plan().items:
+        box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+        found[item.storage_index.fqn].append((box, local.ready(planner.resolve_tensor(item), "out")))
+    return found
 
 
 class HDF5Writer(_OneFile, StorageWriter):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,17 +18,17 @@ from torch import Tensor
 from hpcdist import layout
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
-from hpcdist.errors import coded, listed, reason, refusal
+from hpcdist.errors import listed, refusal
 from hpcdist.formats.contents import Stored
-from hpcdist.formats.known import describe
 from hpcdist.layout import Box
 from hpcdist.layout.box import BoxSequence, Copies, Ints, Listed, Shards, grid, summed
 from hpcdist.runtime import world
 from hpcdist.runtime.plan import Plan, planners
 from hpcdist.staging.arguments import SINGLE, agreed, check_inside, check_memory, check_out, nest, positive
 from hpcdist.staging.pieces import PiecePlan, block_bounds, deliver, piece_limit
-from hpcdist.staging.reader import OpenFiles, TensorReader, open_files
+from hpcdist.staging.reader import OpenFiles, TensorReader, kept, open_agreed, raise_kept
 from hpcdist.staging.save import wait_for
+from hpcdist.staging.weights import VERB, load_into
 from hpcdist.staging.writer import WINDOW
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import Scratch, written
@@ -39,7 +38,6 @@ from hpcdist.validation.local import ArgumentError
 if TYPE_CHECKING:
     from hpcdist.comm.team import GroupLike
 
-VERB = "staging.load"
 _PLAN = "plan of staging.load"
 ALONE, ROUNDS = "each rank reads its part", "each piece is read once, and its parts sent"  # how ranks read a tensor
 SHORT = 2**12  # bytes: where runs are shorter, ranks share the reading
@@ -55,6 +53,9 @@ def load(
     box: tuple[Sequence[int], Sequence[int]] | None = None,
     out: Tensor | None = None,
     device: torch.device | str | None = None,
+    into: torch.nn.Module | None = None,
+    strict: bool = True,
+    convert: bool = False,
     window: int = WINDOW,
     verify: bool | None = None,
     progress: Callable[[int], None] | None = None,
@@ -105,6 +106,8 @@ def load(
         tensor([[0, 1]])                               # on rank 0; row 1 on rank 1, row 2 on rank 2
     """
     arguments = dict(locals())
+    if into is not None:
+        return load_into(arguments)
     team = world.team_of(arguments.pop("group"))
     wait_for(path)
     with _planned(team, VERB, arguments) as call:
@@ -114,8 +117,7 @@ def load(
         problems: list[str] = []
         for key, target in targets.items():
             _read(call, key, target, problems)
-        found = enumerate(objects.all_gather_object(team.comm, problems[:1], VERB))
-        objects.raise_problems(VERB, {rank: texts[0] for rank, texts in found if texts})
+        raise_kept(team, VERB, problems)
     return nest(targets, call.same["name"]) if out is None else out
 
 
@@ -175,15 +177,6 @@ def _targets(call: _Load) -> Iterator[tuple[str, Tensor]]:
         yield key, out.detach().view(shape)
 
 
-@contextmanager
-def kept(problems: list[str]) -> Iterator[None]:
-    """Keep an error of this rank, so that it continues with the others, which get it at the end."""
-    try:
-        yield
-    except Exception as error:
-        problems.append(coded("HD402", reason(error)))
-
-
 def _read(call: _Load, key: str, out: Tensor, problems: list[str]) -> None:
     """Read a tensor, of which `out` is this rank's part; keep the errors of this rank. Collective."""
     reader, wants, me = call.reader(key), call.wants[key], call.team.rank
@@ -220,6 +213,9 @@ def _check(
     box: Any,
     out: Any,
     device: Any,
+    into: Any,
+    strict: Any,
+    convert: Any,
     window: Any,
     verify: Any,
     progress: Any,
@@ -227,6 +223,8 @@ def _check(
     """Check the arguments of load() on this rank."""
     if name is not None and not isinstance(name, str):
         raise ArgumentError("HD419", f"name must be a string or None, got {name!r}")
+    if into is not None or not strict or convert:
+        raise ArgumentError("HD419", "strict=False and convert=True are given without into, or a plan is made with it")
     if box is not None and (dim != 0 or counts is not None):
         raise ArgumentError("HD419", "box is given together with dim or counts, which it replaces")
     mine = None if box is None else Box(tuple(index(o) for o in box[0]), tuple(index(n) for n in box[1]))
@@ -259,11 +257,8 @@ def _planned(team: Team, verb: str, arguments: Mapping[str, Any]) -> Iterator[_L
     with agreed(team, verb, lambda: _check(team, **arguments)) as call:
         same, _ = objects.same(team.comm, verb, call.same, call.same, objects.first_difference)
         path, name = str(same["path"]), same["name"]
-        find = lambda: objects.run_on_root(team.comm, verb, lambda: describe(path).chosen(name))  # noqa: E731
-        with open_files(find, lambda sees: objects.run_on_all(team.comm, verb, sees)) as call.files:
+        with open_agreed(team, verb, path, name, 5) as call.files:
             tensors, named = call.tensors, name is not None
-            if team.rank == 0 and (contents := call.files.contents).left_out:
-                warnings.warn(coded("HD511", f"{path}: left out: {contents.others()}"), stacklevel=4)
             if not named:
                 name = SINGLE if list(tensors) == [SINGLE] else ""
             same["name"], call.same = call.files.contents.key(name), same
