@@ -69,7 +69,6 @@ from hpcdist.staging.pieces import outgoing, piece_limit
 from hpcdist.staging.reader import NAPS, OpenFiles, TensorReader, open_files
 from hpcdist.staging.save import wait_for
 from hpcdist.staging.writer import WINDOW, RankWriter, SaveOptions, Target
-from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import written
 from hpcdist.validation import local
 
@@ -217,28 +216,15 @@ class HDF5Reader(_OneFile, StorageReader):
             }
             for item in sorted(tensors, key=lambda item: readers[item.storage_index.fqn].place):
                 target = planner.resolve_tensor(item).detach()
-                self._read(readers[item.storage_index.fqn], item, target)
+                reader, box = readers[item.storage_index.fqn], Box(tuple(item.storage_offsets), tuple(item.lengths))
+                if tuple(target.shape) != box.shape:
+                    what = f"has shape {tuple(target.shape)}, where {box.shape} was planned"
+                    raise refusal(ValueError, "HD419", f"{reader.stored.name!r}: {what}")
+                reader.read(box, written(target, target))
                 planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-    def _read(self, reader: TensorReader, item: ReadItem, target: Tensor) -> None:
-        """Read a box into a tensor of its shape, on any device and of any dtype."""
-        stored, box = reader.stored, Box(tuple(item.storage_offsets), tuple(item.lengths))
-        if tuple(target.shape) != box.shape:
-            raise refusal(
-                ValueError, "HD419", f"{stored.name!r}: has shape {tuple(target.shape)}, where {box.shape} was planned"
-            )
-        lazy = target.is_conj() or target.is_neg()  # its memory holds other values than it shows
-        if target.dtype == stored.dtype and (target.is_cpu or accelerator.holds(target)) and not lazy:
-            written(target, None)
-            reader.read(box, target)
-            return
-        for part in layout.boxes(box, max(1, self._window // 2 // stored.dtype.itemsize)):
-            x = torch.empty(part.shape, dtype=stored.dtype, device="cpu")
-            reader.read(part, x)
-            target[part.slices(box.offset)].copy_(x)
 
 
 def _specs(contents: Contents) -> object:

@@ -21,7 +21,7 @@ from hpcdist.control import objects
 from hpcdist.errors import coded, listed
 from hpcdist.formats.contents import Stored
 from hpcdist.layout import Box
-from hpcdist.layout.box import grid
+from hpcdist.layout.box import Listed, grid
 from hpcdist.runtime import world
 from hpcdist.staging.arguments import agreed, positive
 from hpcdist.staging.pieces import PIECE, ROUND, exchange
@@ -31,6 +31,8 @@ from hpcdist.tensors.storage import Scratch, written
 from hpcdist.validation.local import ArgumentError
 
 VERB = "staging.load"
+
+LEAST = 2**16  # bytes: ranks read runs of so many on their own; they share the reading of shorter ones
 
 _Boxes = dict[str, list[tuple[Box, torch.dtype]]]  # by name: what a rank holds of each tensor, with the model's dtype
 _Memory = dict[str, list[tuple[Box, Tensor]]]  # the same of this rank
@@ -58,9 +60,17 @@ def load_into(arguments: dict[str, Any]) -> IncompatibleKeys:
                 for key, stored in tensors.items()
                 if key not in keys.unexpected_keys
             }
-            for _, x in chain(*memory.values()):
-                written(x, None)
-            raise_kept(team, VERB, _read(team, readers, boxes, memory))
+            problems: list[str] = []
+            apart = [key for key, reader in readers.items() if _apart(reader.stored, [of.get(key, []) for of in boxes])]
+            first = len(apart) * team.rank // team.size  # so that ranks begin with different files
+            own = [(readers[key], box, x) for key in apart[first:] + apart[:first] for box, x in memory.get(key, ())]
+            for i, (reader, box, x) in enumerate(own):
+                with kept(problems):
+                    for r, b, _ in own[i + 1 : i + 2]:
+                        r.ahead(b)
+                    reader.read(box, written(x, x))
+            _share(team, {key: of for key, of in readers.items() if key not in apart}, boxes, memory, problems, same["window"])
+            raise_kept(team, VERB, problems)
     return keys
 
 
@@ -127,18 +137,32 @@ def _difference(x: Tensor, stored: Stored, convert: bool) -> str | None:
     return None
 
 
-def _read(
-    team: Team, readers: Mapping[str, TensorReader], boxes: Sequence[_Boxes], memory: _Memory
-) -> list[str]:
-    """Read each piece on one rank, and send its parts to the ranks that hold them. Collective.
+def _apart(stored: Stored, boxes: Sequence[Sequence[tuple[Box, torch.dtype]]]) -> bool:
+    """Whether each element is on one rank alone, in long runs of the file, so that each rank reads its own."""
+    held = Listed.of([box for box, _ in chain(*boxes)], stored.shape)
+    longest = held.run_lengths()[0].max(initial=0) * stored.dtype.itemsize
+    return stored.raw is not None and longest >= LEAST and held.tile()
 
-    Returns:
-        The errors of this rank.
-    """
-    problems: list[str] = []
+
+def _share(
+    team: Team,
+    readers: Mapping[str, TensorReader],
+    boxes: Sequence[_Boxes],
+    memory: _Memory,
+    problems: list[str],
+    window: int,
+) -> None:
+    """Read each piece on one rank, and send its parts to the ranks that hold them; keep the errors of this rank.
+    Collective."""
     pinned = any(not x.is_cpu for _, x in chain(*memory.values()))
-    for pieces in _rounds(readers, team.size):
-        scratch = Scratch(pinned)
+    planned = _rounds(readers, team.size, window)
+    for i, pieces in enumerate(planned):
+        with kept(problems):
+            for part in planned[i : i + 2] if not i else planned[i + 1 : i + 2]:
+                for owner, key, box in part:
+                    if owner == team.rank:
+                        readers[key].ahead(box)
+        scratch = Scratch(pinned=pinned)
         sends, recvs = [], []
         for owner, key, box in pieces:
             if owner == team.rank:
@@ -152,28 +176,26 @@ def _read(
                     if (common := box.intersect(want)).size()
                 ]
             recvs += [
-                (owner, x[common.slices(want.offset)])
+                (owner, written(x, x)[common.slices(want.offset)])
                 for want, x in memory.get(key, ())
                 if (common := box.intersect(want)).size()
             ]
         exchange(team, VERB, sends, recvs, scratch)
-    return problems
 
 
-def _rounds(readers: Mapping[str, TensorReader], size: int) -> list[list[tuple[int, str, Box]]]:
+def _rounds(readers: Mapping[str, TensorReader], size: int, window: int) -> list[list[tuple[int, str, Box]]]:
     """Plan the reading: for each round the pieces, of some MiB on each rank, with the rank that reads each."""
     pieces: list[tuple[int, str, Box]] = []
-    total = 0
+    total, room = 0, max(1, window // size)
     for key, reader in readers.items():
-        stored, room = reader.stored, reader.window // size
-        boxes, itemsize = stored.boxes, stored.dtype.itemsize
+        boxes, itemsize = reader.stored.boxes, reader.stored.dtype.itemsize
         if not len(boxes) or int(boxes.sizes.max()) * itemsize > min(PIECE, room):
-            boxes = grid(stored.shape, max(1, min(ROUND, room) // itemsize))
+            boxes = grid(reader.stored.shape, max(1, min(ROUND, room) // itemsize))
         for box in boxes:
             pieces.append((total, key, box))
             total += box.size() * itemsize
     rounds = defaultdict(list)
     for start, key, box in pieces:
         rank, at = divmod(start * size, total)
-        rounds[at // (size * ROUND)].append((rank, key, box))
+        rounds[at // (size * min(ROUND, room))].append((rank, key, box))
     return [rounds[number] for number in sorted(rounds)]
