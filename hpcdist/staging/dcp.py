@@ -46,7 +46,6 @@ from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
     LoadPlanner,
-    ReadItem,
     SavePlan,
     SavePlanner,
     TensorWriteData,
@@ -246,7 +245,8 @@ def memory_of(state: dict[str, Tensor], tensors: Mapping[str, Stored]) -> dict[s
     planner.set_up_planner(detached, Metadata({key: _metadata(tensors[key]) for key in state}))
     for item in planner.create_local_plan().items:
         box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-        found[item.storage_index.fqn].append((box, local.ready(planner.resolve_tensor(item), "out")))
+        x = planner.resolve_tensor(item)
+        found[item.storage_index.fqn].append((box, local.ready(written(x, x), "out")))
     return found
 
 

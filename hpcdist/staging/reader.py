@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -14,12 +13,10 @@ import torch
 from torch import Tensor
 
 from hpcdist import activity, layout
-from hpcdist.comm.team import Team
-from hpcdist.control import objects
-from hpcdist.errors import FileError, coded, reason, refusal
+from hpcdist.errors import FileError, reason, refusal
 from hpcdist.formats import plain, torch_files
 from hpcdist.formats.contents import Contents, Slices, Stored
-from hpcdist.formats.known import describe, format_of
+from hpcdist.formats.known import format_of
 from hpcdist.formats.paths import file_errors, open_regular
 from hpcdist.formats.plain import Raw, memory
 from hpcdist.layout import Box
@@ -96,35 +93,6 @@ def open_files(find: Callable[[], Contents], on_all: Callable[[Callable[[], bool
         time.sleep(naps.pop())
 
 
-def open_agreed(team: Team, verb: str, path: str, name: str | None, level: int) -> OpenFiles:
-    """Open on every rank the files of a tensor or of a group of them, as rank 0 describes them; rank 0 warns of what is
-    left out. Collective.
-
-    Args:
-        level: the number of this package's calls that the warning's place is above this one.
-    """
-    find = lambda: objects.run_on_root(team.comm, verb, lambda: describe(path).chosen(name))  # noqa: E731
-    files = open_files(find, lambda sees: objects.run_on_all(team.comm, verb, sees))
-    if team.rank == 0 and files.contents.left_out:
-        warnings.warn(coded("HD511", f"{path}: left out: {files.contents.others()}"), stacklevel=level)
-    return files
-
-
-@contextmanager
-def kept(problems: list[str]) -> Iterator[None]:
-    """Keep an error of this rank, so that it continues with the others, which get it at the end."""
-    try:
-        yield
-    except Exception as error:
-        problems.append(coded("HD402", reason(error)))
-
-
-def raise_kept(team: Team, verb: str, problems: list[str]) -> None:
-    """Raise the first error that each rank has kept. Collective."""
-    found = enumerate(objects.all_gather_object(team.comm, problems[:1], verb))
-    objects.raise_problems(verb, {rank: texts[0] for rank, texts in found if texts})
-
-
 @dataclass(eq=False)
 class TensorReader:
     """A tensor of a file.
@@ -173,9 +141,9 @@ class TensorReader:
 
     def ahead(self, box: Box) -> None:
         """Let the system begin to read a box, which is one run of the file."""
-        if self.stored.raw is not None:
-            start = self.stored.raw.offset + int(layout.run_starts(box, self.stored.shape)[0]) * self.stored.dtype.itemsize
-            os.posix_fadvise(self.fd, start, box.size() * self.stored.dtype.itemsize, os.POSIX_FADV_WILLNEED)
+        if (raw := self.stored.raw) is not None:
+            start, itemsize = int(layout.run_starts(box, raw.shape)[0]), raw.dtype.itemsize
+            os.posix_fadvise(self.fd, raw.offset + start * itemsize, box.size() * itemsize, os.POSIX_FADV_WILLNEED)
 
     def _parts(self, want: Box, limit: int) -> list[tuple[Box, int | None]]:
         """Return the parts in which a box is read, of at most `limit` elements; and the piece that each is in, if that
