@@ -86,6 +86,13 @@ def load(
         out: memory for this rank's part of the one tensor that is read, of its shape and dtype, any strides, any
             device; optional on each rank. If the call fails, its contents are undefined.
         device: device of the result, without `out`; the CPU by default.
+        into: a model, whose parameters and persistent buffers are filled, instead of `dim`, `counts`, `box`, `out` and
+            `device`. They may be tensors or DTensors, as of FSDP2 and tensor parallelism, on meshes of any dims, but
+            not on the meta device: call ``model.to_empty(device=...)`` before. Each byte of the file is read once. On
+            all ranks or on none. If the call fails while it reads, the contents of the model are undefined.
+        strict: whether `into` and the file must have the same names. One of the names of tied tensors is enough. Must
+            agree.
+        convert: whether to convert values to the dtypes of `into`; without it, other dtypes are an error. Must agree.
         window: bytes of host memory that a rank may use besides the result, 256 MiB by default. Must agree.
         verify: True: compare the checksum of every piece that is read at least in part; None: of pieces that are read
             whole; False: of none. Files of other tools have no checksums. Must agree.
@@ -96,12 +103,15 @@ def load(
         On each rank its part: a contiguous tensor that it owns (or `out`), of the saved dtype, in native byte order.
         Along ``dim=0`` its shape is ``(rows of this rank, *shape[1:])`` of the saved shape; with ``dim=None`` the saved
         shape. If `name` is a group, or if it is None and the file holds anything but one tensor "data", a nested dict
-        of these. Data that no tensor can hold, such as text, are left out, and rank 0 warns of them.
+        of these. Data that no tensor can hold, such as text, are left out, and rank 0 warns of them. With `into`, a
+        named tuple of two lists, as of torch's load_state_dict(): ``missing_keys`` of this rank's model, and
+        ``unexpected_keys`` of the file that no rank's model has.
 
     Raises:
         RankError: on every rank, if the file or the tensor does not exist, or an argument is wrong on one rank or does
             not agree. Also if the file has another format, is incomplete, truncated or damaged, has its data in another
-            file, or holds only data that no tensor can hold. The job can continue.
+            file, or holds only data that no tensor can hold. With `into`, before anything is read, if names, shapes or
+            dtypes differ. The job can continue.
 
     Example, on 3 ranks::
 
@@ -109,6 +119,8 @@ def load(
         tensor([[0, 1], [2, 3]])                       # on rank 0; two rows on rank 1, one on rank 2
         >>> hd.staging.load("x.h5", "data", box=((rank, 0), (1, 2)))
         tensor([[0, 1]])                               # on rank 0; row 1 on rank 1, row 2 on rank 2
+        >>> hd.staging.load("hf_folder", into=model)   # each rank's shards
+        IncompatibleKeys(missing_keys=[], unexpected_keys=[])
     """
     arguments = dict(locals())
     team = world.team_of(arguments.pop("group"))
