@@ -22,7 +22,7 @@ import os
 import time
 import weakref
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +32,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -45,7 +46,6 @@ from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
     LoadPlanner,
-    ReadItem,
     SavePlan,
     SavePlanner,
     TensorWriteData,
@@ -68,7 +68,6 @@ from hpcdist.staging.pieces import outgoing, piece_limit
 from hpcdist.staging.reader import NAPS, OpenFiles, TensorReader, open_files
 from hpcdist.staging.save import wait_for
 from hpcdist.staging.writer import WINDOW, RankWriter, SaveOptions, Target
-from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import written
 from hpcdist.validation import local
 
@@ -216,28 +215,15 @@ class HDF5Reader(_OneFile, StorageReader):
             }
             for item in sorted(tensors, key=lambda item: readers[item.storage_index.fqn].place):
                 target = planner.resolve_tensor(item).detach()
-                self._read(readers[item.storage_index.fqn], item, target)
+                reader, box = readers[item.storage_index.fqn], Box(tuple(item.storage_offsets), tuple(item.lengths))
+                if tuple(target.shape) != box.shape:
+                    what = f"has shape {tuple(target.shape)}, where {box.shape} was planned"
+                    raise refusal(ValueError, "HD419", f"{reader.stored.name!r}: {what}")
+                reader.read(box, written(target, target))
                 planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-    def _read(self, reader: TensorReader, item: ReadItem, target: Tensor) -> None:
-        """Read a box into a tensor of its shape, on any device and of any dtype."""
-        stored, box = reader.stored, Box(tuple(item.storage_offsets), tuple(item.lengths))
-        if tuple(target.shape) != box.shape:
-            raise refusal(
-                ValueError, "HD419", f"{stored.name!r}: has shape {tuple(target.shape)}, where {box.shape} was planned"
-            )
-        lazy = target.is_conj() or target.is_neg()  # its memory holds other values than it shows
-        if target.dtype == stored.dtype and (target.is_cpu or accelerator.holds(target)) and not lazy:
-            written(target, None)
-            reader.read(box, target)
-            return
-        for part in layout.boxes(box, max(1, self._window // 2 // stored.dtype.itemsize)):
-            x = torch.empty(part.shape, dtype=stored.dtype, device="cpu")
-            reader.read(part, x)
-            target[part.slices(box.offset)].copy_(x)
 
 
 def _specs(contents: Contents) -> object:
@@ -249,6 +235,19 @@ def _metadata(stored: Stored) -> TensorStorageMetadata:
     size = torch.Size(stored.shape)
     whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
     return TensorStorageMetadata(TensorProperties(dtype=stored.dtype), size, [whole])
+
+
+def memory_of(state: dict[str, Tensor], tensors: Mapping[str, Stored]) -> dict[str, list[tuple[Box, Tensor]]]:
+    """The boxes that this rank holds of each tensor of a file, and their memory, by name."""
+    found: dict[str, list[tuple[Box, Tensor]]] = {key: [] for key in state}
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    detached = {key: x.detach() for key, x in state.items()}
+    planner.set_up_planner(detached, Metadata({key: _metadata(tensors[key]) for key in state}))
+    for item in planner.create_local_plan().items:
+        box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+        x = planner.resolve_tensor(item)
+        found[item.storage_index.fqn].append((box, local.ready(written(x, x), "out")))
+    return found
 
 
 class HDF5Writer(_OneFile, StorageWriter):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from math import prod
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from hpcdist.layout.box import BoxSequence, Copies, Ints, Listed, Shards, grid, 
 from hpcdist.runtime import world
 from hpcdist.runtime.plan import Plan, planners
 from hpcdist.staging.arguments import SINGLE, agreed, check_inside, check_memory, check_out, nest, positive
-from hpcdist.staging.pieces import PiecePlan, block_bounds, deliver, piece_limit
+from hpcdist.staging.pieces import ROUND, PiecePlan, block_bounds, deliver, exchange, piece_limit
 from hpcdist.staging.reader import OpenFiles, TensorReader, open_files
 from hpcdist.staging.save import wait_for
 from hpcdist.staging.writer import WINDOW
@@ -43,6 +44,8 @@ VERB = "staging.load"
 _PLAN = "plan of staging.load"
 ALONE, ROUNDS = "each rank reads its part", "each piece is read once, and its parts sent"  # how ranks read a tensor
 SHORT = 2**12  # bytes: where runs are shorter, ranks share the reading
+_Boxes = dict[str, list[tuple[int, Box, torch.dtype]]]  # by name, the boxes that ranks hold, and the model's dtype
+_Memory = dict[str, list[tuple[Box, Tensor]]]  # by name, those of this rank
 LEAST = 2**16  # bytes that ranks read together by default; below, to read them takes less time than to send them
 
 
@@ -55,6 +58,9 @@ def load(
     box: tuple[Sequence[int], Sequence[int]] | None = None,
     out: Tensor | None = None,
     device: torch.device | str | None = None,
+    into: torch.nn.Module | None = None,
+    strict: bool = True,
+    convert: bool = False,
     window: int = WINDOW,
     verify: bool | None = None,
     progress: Callable[[int], None] | None = None,
@@ -80,6 +86,13 @@ def load(
         out: memory for this rank's part of the one tensor that is read, of its shape and dtype, any strides, any
             device; optional on each rank. If the call fails, its contents are undefined.
         device: device of the result, without `out`; the CPU by default.
+        into: a model, whose parameters and persistent buffers are filled, instead of `dim`, `counts`, `box`, `out` and
+            `device`. They may be tensors or DTensors, as of FSDP2 and tensor parallelism, on meshes of any dims, but
+            not on the meta device: call ``model.to_empty(device=...)`` before. Each byte of the file is read once. On
+            all ranks or on none. If the call fails while it reads, the contents of the model are undefined.
+        strict: whether `into` and the file must have the same names. One of the names of tied tensors is enough. Must
+            agree.
+        convert: whether to convert values to the dtypes of `into`; without it, other dtypes are an error. Must agree.
         window: bytes of host memory that a rank may use besides the result, 256 MiB by default. Must agree.
         verify: True: compare the checksum of every piece that is read at least in part; None: of pieces that are read
             whole; False: of none. Files of other tools have no checksums. Must agree.
@@ -90,12 +103,15 @@ def load(
         On each rank its part: a contiguous tensor that it owns (or `out`), of the saved dtype, in native byte order.
         Along ``dim=0`` its shape is ``(rows of this rank, *shape[1:])`` of the saved shape; with ``dim=None`` the saved
         shape. If `name` is a group, or if it is None and the file holds anything but one tensor "data", a nested dict
-        of these. Data that no tensor can hold, such as text, are left out, and rank 0 warns of them.
+        of these. Data that no tensor can hold, such as text, are left out, and rank 0 warns of them. With `into`, a
+        named tuple of two lists, as of torch's load_state_dict(): ``missing_keys`` of this rank's model, and
+        ``unexpected_keys`` of the file that no rank's model has.
 
     Raises:
         RankError: on every rank, if the file or the tensor does not exist, or an argument is wrong on one rank or does
             not agree. Also if the file has another format, is incomplete, truncated or damaged, has its data in another
-            file, or holds only data that no tensor can hold. The job can continue.
+            file, or holds only data that no tensor can hold. With `into`, before anything is read, if names, shapes or
+            dtypes differ. The job can continue.
 
     Example, on 3 ranks::
 
@@ -103,20 +119,25 @@ def load(
         tensor([[0, 1], [2, 3]])                       # on rank 0; two rows on rank 1, one on rank 2
         >>> hd.staging.load("x.h5", "data", box=((rank, 0), (1, 2)))
         tensor([[0, 1]])                               # on rank 0; row 1 on rank 1, row 2 on rank 2
+        >>> hd.staging.load("hf_folder", into=model)   # each rank's shards
+        IncompatibleKeys(missing_keys=[], unexpected_keys=[])
     """
     arguments = dict(locals())
     team = world.team_of(arguments.pop("group"))
     wait_for(path)
-    with _planned(team, VERB, arguments) as call:
-        targets: dict[str, Tensor] = {}
-        objects.run_on_all(team.comm, VERB, lambda: targets.update(_targets(call)))
-        written(out, None)
-        problems: list[str] = []
-        for key, target in targets.items():
-            _read(call, key, target, problems)
+    problems: list[str] = []
+    with _opened(team, VERB, arguments) as call:
+        result = _parts(call, problems) if into is None else _fill(call, problems)
         found = enumerate(objects.all_gather_object(team.comm, problems[:1], VERB))
         objects.raise_problems(VERB, {rank: texts[0] for rank, texts in found if texts})
-    return nest(targets, call.same["name"]) if out is None else out
+    return result
+
+
+class IncompatibleKeys(NamedTuple):
+    """Names that only the model has, and names that only the file has: as torch's load_state_dict() returns them."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
 
 
 @dataclass
@@ -129,6 +150,7 @@ class _Load:
         out: memory for it, if the caller passes any.
         device: of the result, without `out`.
         progress: called with the number of bytes just read.
+        state: the tensors of the model that is filled, by name.
         files: the file, or the files of the folder, open on this rank.
         wants: by name of the tensor, the box of each rank.
         methods: by name of the tensor, ALONE or ROUNDS; the same on all ranks.
@@ -140,6 +162,7 @@ class _Load:
     out: Tensor | None
     device: torch.device
     progress: Callable[[int], None] | None
+    state: dict[str, Tensor]
     files: OpenFiles = field(init=False)
     wants: dict[str, BoxSequence] = field(init=False)
     methods: dict[str, str] = field(init=False)
@@ -153,6 +176,17 @@ class _Load:
         """Return a reader of one tensor; what it computes from the table of its pieces is freed with it."""
         stored = replace(self.tensors[key])
         return TensorReader(self.files, stored, self.same["window"], self.same["verify"], self.progress)
+
+
+def _parts(call: _Load, problems: list[str]) -> Any:
+    """Read this rank's parts; keep the errors of this rank. Collective."""
+    _plan(call, VERB)
+    targets: dict[str, Tensor] = {}
+    objects.run_on_all(call.team.comm, VERB, lambda: targets.update(_targets(call)))
+    written(call.out, None)
+    for key, target in targets.items():
+        _read(call, key, target, problems)
+    return nest(targets, call.same["name"]) if call.out is None else call.out
 
 
 def _targets(call: _Load) -> Iterator[tuple[str, Tensor]]:
@@ -220,6 +254,9 @@ def _check(
     box: Any,
     out: Any,
     device: Any,
+    into: Any,
+    strict: Any,
+    convert: Any,
     window: Any,
     verify: Any,
     progress: Any,
@@ -227,6 +264,18 @@ def _check(
     """Check the arguments of load() on this rank."""
     if name is not None and not isinstance(name, str):
         raise ArgumentError("HD419", f"name must be a string or None, got {name!r}")
+    state: dict[str, Tensor] = {}
+    if into is not None:
+        if not isinstance(into, torch.nn.Module):
+            raise ArgumentError("HD419", f"into is a {type(into).__name__}, expected a torch.nn.Module")
+        if dim != 0 or any(x is not None for x in (counts, box, out, device)):
+            raise ArgumentError("HD419", "into is given together with dim, counts, box, out or device")
+        prefix = f"{name.strip('/')}/" if name else ""
+        state = {prefix + key: x for key, x in into.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
+        if empty := [key for key, x in state.items() if x.is_meta]:
+            raise ArgumentError("HD419", f"into is on the meta device, call its to_empty(device=...): {listed(empty)}")
+    elif not strict or convert:
+        raise ArgumentError("HD419", "strict=False or convert=True is given without into")
     if box is not None and (dim != 0 or counts is not None):
         raise ArgumentError("HD419", "box is given together with dim or counts, which it replaces")
     mine = None if box is None else Box(tuple(index(o) for o in box[0]), tuple(index(n) for n in box[1]))
@@ -238,8 +287,9 @@ def _check(
         "dim": {str(k): _dim(v) for k, v in dim.items()} if isinstance(dim, Mapping) else _dim(dim),
         "counts": counts if counts is None or isinstance(counts, str) else tuple(index(c) for c in counts),
         "window": positive("window", window), "verify": verify, "box": "not given" if box is None else "given",
+        "into": "not given" if into is None else "given", "strict": bool(strict), "convert": bool(convert),
     }  # fmt: skip
-    return _Load(team, same, mine, out, target, progress)
+    return _Load(team, same, mine, out, target, progress, state)
 
 
 def _dim(dim: Any) -> int | None:
@@ -247,8 +297,8 @@ def _dim(dim: Any) -> int | None:
 
 
 @contextmanager
-def _planned(team: Team, verb: str, arguments: Mapping[str, Any]) -> Iterator[_Load]:
-    """Agree on a load, open the file on every rank, and plan who reads what. Collective.
+def _opened(team: Team, verb: str, arguments: Mapping[str, Any]) -> Iterator[_Load]:
+    """Agree on a load, and open the file on every rank. Collective.
 
     Args:
         arguments: this rank's, of load().
@@ -257,34 +307,37 @@ def _planned(team: Team, verb: str, arguments: Mapping[str, Any]) -> Iterator[_L
         RankError: on every rank: see load().
     """
     with agreed(team, verb, lambda: _check(team, **arguments)) as call:
-        same, _ = objects.same(team.comm, verb, call.same, call.same, objects.first_difference)
-        path, name = str(same["path"]), same["name"]
+        call.same, _ = objects.same(team.comm, verb, call.same, call.same, objects.first_difference)
+        path, name = str(call.same["path"]), call.same["name"]
         find = lambda: objects.run_on_root(team.comm, verb, lambda: describe(path).chosen(name))  # noqa: E731
         with open_files(find, lambda sees: objects.run_on_all(team.comm, verb, sees)) as call.files:
-            tensors, named = call.tensors, name is not None
             if team.rank == 0 and (contents := call.files.contents).left_out:
                 warnings.warn(coded("HD511", f"{path}: left out: {contents.others()}"), stacklevel=4)
-            if not named:
-                name = SINGLE if list(tensors) == [SINGLE] else ""
-            same["name"], call.same = call.files.contents.key(name), same
-            boxes = list[Box]()
-            if (box := call.box) is not None:
-                boxes = objects.run_on_all(team.comm, verb, lambda: _inside(tensors, box))
-            try:
-                nest(dict.fromkeys(tensors), same["name"])
-                dim = same["dim"]
-                whole = not named or not same["name"]  # else `dim` may also name what is not loaded
-                if whole and isinstance(dim, dict) and (odd := sorted(dim.keys() - tensors.keys())):
-                    what = f"dim names {odd[0]!r}, which is not there; it has: {listed(tensors)}"
-                    raise refusal(ValueError, "HD408", what)
-                call.wants = {key: _wants(stored, same, boxes, team.size) for key, stored in tensors.items()}
-            except ValueError as error:
-                objects.raise_problems(verb, dict.fromkeys(range(team.size), str(error)))
-            nodes = len({team.settings.node_of[peer] for peer in team.peers})
-            call.methods = {
-                key: _method(tensors[key], wants, same["verify"], nodes) for key, wants in call.wants.items()
-            }
             yield call
+
+
+def _plan(call: _Load, verb: str) -> None:
+    """Plan who reads what. Collective."""
+    team, same, tensors, name = call.team, call.same, call.tensors, call.same["name"]
+    whole = name is None
+    if name is None:
+        name = SINGLE if list(tensors) == [SINGLE] else ""
+    same["name"] = call.files.contents.key(name)
+    boxes = list[Box]()
+    if (box := call.box) is not None:
+        boxes = objects.run_on_all(team.comm, verb, lambda: _inside(tensors, box))
+    try:
+        nest(dict.fromkeys(tensors), same["name"])
+        dim = same["dim"]
+        whole = whole or not same["name"]  # else `dim` may also name what is not loaded
+        if whole and isinstance(dim, dict) and (odd := sorted(dim.keys() - tensors.keys())):
+            what = f"dim names {odd[0]!r}, which is not there; it has: {listed(tensors)}"
+            raise refusal(ValueError, "HD408", what)
+        call.wants = {key: _wants(stored, same, boxes, team.size) for key, stored in tensors.items()}
+    except ValueError as error:
+        objects.raise_problems(verb, dict.fromkeys(range(team.size), str(error)))
+    nodes = len({team.settings.node_of[peer] for peer in team.peers})
+    call.methods = {key: _method(tensors[key], wants, same["verify"], nodes) for key, wants in call.wants.items()}
 
 
 def _inside(tensors: Mapping[str, Stored], box: Box) -> Box:
@@ -364,10 +417,121 @@ def plan_load(
     return PiecePlan(pieces, block_bounds(len(pieces), size, workers), wants, straight=False), rows
 
 
+def _fill(call: _Load, problems: list[str]) -> IncompatibleKeys:
+    """Read the tensors of the model; keep the errors of this rank. Collective.
+
+    The ranks read a tensor apart if each element is on one rank alone, in long runs of the file. The pieces of the
+    others are one list, in the order of the files. Each rank reads a run of it, of as many bytes as the others, and
+    sends the parts of a piece to the ranks that hold them. So each byte is read once.
+    """
+    keys, boxes, memory = _match(call)
+    apart, shared = dict[str, TensorReader](), dict[str, TensorReader]()
+    for key, held in boxes.items():
+        reader = call.reader(key)
+        parts = Listed.of([box for _, box, _ in held], reader.stored.shape)
+        longest = parts.run_lengths()[0].max(initial=0) * reader.stored.dtype.itemsize
+        (apart if reader.stored.raw and longest >= LEAST and parts.tile() else shared)[key] = reader
+    names = list(apart)
+    first = len(names) * call.team.rank // call.team.size  # so that ranks begin with different files
+    for key in names[first:] + names[:first]:
+        for box, x in memory.get(key, ()):
+            with kept(problems):
+                apart[key].read(box, x)
+    _share(call, shared, boxes, memory, problems)
+    return keys
+
+
+def _match(call: _Load) -> tuple[IncompatibleKeys, _Boxes, _Memory]:
+    """Compare the file with the model of each rank. Collective.
+
+    Raises:
+        RankError: on every rank, if they differ.
+    """
+    tensors, state, strict, convert = call.tensors, call.state, call.same["strict"], call.same["convert"]
+    common = {key: x for key, x in state.items() if key in tensors}
+    loaded = {id(x) for x in common.values()}  # a file has tied tensors under one name
+    missing = [key for key, x in state.items() if id(x) not in loaded]
+    memory: _Memory = {key: [] for key in common}
+
+    def compare() -> tuple[list[str], list[str], dict[str, list[tuple[Box, torch.dtype]]]]:
+        from hpcdist.staging.dcp import memory_of  # imports torch's checkpoints
+
+        wrong = []
+        for key, x in common.items():
+            (there, kind), (here, own) = ((tuple(of.shape), of.dtype) for of in (tensors[key], x))
+            if there != here or not (convert or kind == own):
+                wrong.append(f"{key} ({kind} of {there}, in the model {own} of {here})")
+            torch.empty(1, dtype=kind, device="cpu").to(own)  # raises if torch cannot convert them
+        memory.update({} if wrong else memory_of(common, tensors))
+        return missing if strict else [], wrong, {key: [(box, x.dtype) for box, x in memory[key]] for key in memory}
+
+    found = objects.run_on_all(call.team.comm, VERB, compare)
+    boxes: _Boxes = {key: [] for key in tensors if any(key in held for *_, held in found)}
+    unexpected = [key for key in tensors if key not in boxes]
+    problems = {}
+    for rank, (gone, wrong, held) in enumerate(found):
+        for key, of in held.items():
+            boxes[key] += [(rank, *box) for box in of]
+        lists = {"missing": gone, "unexpected": unexpected if strict else [], "of another shape or dtype": wrong}
+        text = "; ".join(f"{len(names)} {what}: {listed(names)}" for what, names in lists.items() if names)
+        if text and (rank == 0 or (gone, wrong) != found[0][:2]):
+            problems[rank] = coded("HD408", f"{call.same['path']}: {text}")
+    objects.raise_problems(VERB, problems)
+    return IncompatibleKeys(missing, unexpected), boxes, memory
+
+
+def _share(
+    call: _Load, readers: Mapping[str, TensorReader], boxes: _Boxes, memory: _Memory, problems: list[str]
+) -> None:
+    """Read each piece of some tensors on one rank, and send its parts to those that hold them. Collective."""
+    me, pinned = call.team.rank, any(not x.is_cpu for held in memory.values() for _, x in held)
+    rounds = _rounds(readers, call.team.size, call.same["window"])
+    for pieces, later in zip(rounds, [*rounds[1:], []], strict=True):
+        for owner, key, box in later:
+            if owner == me:
+                with kept(problems):
+                    readers[key].ahead(box)
+        scratch = Scratch(pinned=pinned)
+        sends, recvs = [], []
+        for owner, key, box in pieces:
+            if owner == me:
+                piece = scratch.take(box.shape, readers[key].stored.dtype)
+                with kept(problems):
+                    readers[key].read(box, piece)
+                for rank, of, dtype in boxes[key]:
+                    if (part := box.intersect(of)).size():
+                        sends.append((rank, piece[part.slices(box.offset)].to(dtype)))
+            for of, x in memory.get(key, ()):
+                if (part := box.intersect(of)).size():
+                    recvs.append((owner, x[part.slices(of.offset)]))
+        exchange(call.team, VERB, sends, recvs, scratch)
+
+
+def _rounds(readers: Mapping[str, TensorReader], size: int, window: int) -> list[list[tuple[int, str, Box]]]:
+    """Plan the reading: for each round the pieces, of some MiB on each rank, with the rank that reads each."""
+    starts, total, room = list[tuple[int, str, Box]](), 0, max(1, min(ROUND, window // size))
+    for key, reader in readers.items():
+        itemsize = reader.stored.dtype.itemsize
+        boxes = reader.stored.boxes
+        if not len(boxes) or int(boxes.sizes.max()) * itemsize > window // size:
+            boxes = grid(reader.stored.shape, max(1, room // itemsize))
+        for box in boxes:
+            starts.append((total, key, box))
+            total += box.size() * itemsize
+    rounds = defaultdict(list)
+    for start, key, box in starts:
+        rank, at = divmod(start * size, total)
+        rounds[at // (size * room)].append((rank, key, box))
+    return [rounds[number] for number in sorted(rounds)]
+
+
 def _planned_load(*, group: Any, **arguments: Any) -> Plan:
     """Plan a call of load(). Collective: see :func:`hpcdist.plan`."""
     team = world.team_of(group)
-    with _planned(team, _PLAN, arguments) as call:
+    with _opened(team, _PLAN, arguments) as call:
+        if arguments["into"] is not None:
+            objects.raise_problems(_PLAN, {0: coded("HD419", "into is given, for which nothing is planned")})
+        _plan(call, _PLAN)
         traffic = [_traffic(call, key) for key in call.tensors]
         nbytes = sum(stored.nbytes() for stored in call.tensors.values())
     result = "pool" if pool.holds(nbytes, call.device) else "new"

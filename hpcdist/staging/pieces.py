@@ -171,7 +171,7 @@ def collect(team: Team, plan: PiecePlan, x: Tensor, round_: int, scratch: Scratc
     row = plan.piece(team.rank, round_)
     piece = None if row is None else scratch.take(plan.pieces[row].shape, x.dtype)
     sends, recvs = _views(plan, team.rank, round_, x, piece)
-    _exchange(team, "staging.save", sends, recvs, scratch)
+    exchange(team, "staging.save", sends, recvs, scratch)
     return piece
 
 
@@ -183,7 +183,7 @@ def deliver(team: Team, plan: PiecePlan, piece: Tensor | None, out: Tensor, roun
     if isinstance(plan.held, Copies) and _through_windows(team, plan, piece, out, round_, scratch):
         return
     recvs, sends = _views(plan, team.rank, round_, out, piece)
-    _exchange(team, "staging.load", sends, recvs, scratch)
+    exchange(team, "staging.load", sends, recvs, scratch)
 
 
 def _views(plan: PiecePlan, me: int, round_: int, x: Tensor, piece: Tensor | None) -> tuple[_Views, _Views]:
@@ -199,16 +199,17 @@ def _views(plan: PiecePlan, me: int, round_: int, x: Tensor, piece: Tensor | Non
     return of_x, [(rank, piece[part.slices(box.offset)]) for rank, part in held]
 
 
-def _exchange(team: Team, verb: str, sends: _Views, recvs: _Views, scratch: Scratch) -> None:
-    """Send parts of tensors to other ranks, and receive others in place; a part for this rank is copied. Collective."""
+def exchange(team: Team, verb: str, sends: _Views, recvs: _Views, scratch: Scratch) -> None:
+    """Send parts of tensors to other ranks, and receive others in place; parts for this rank are copied. Those between
+    two ranks are in the same order on both. Collective."""
     from hpcdist.routes.mpi import MPI_ROUTE
 
     me, copies, arriving = team.rank, list[tuple[Tensor, Tensor]](), []
-    own = [block for dest, block in sends if dest == me]
+    own = (block for dest, block in sends if dest == me)
     messages = [(dest, as_bytes(scratch.on_host(block))) for dest, block in sends if dest != me]
     for source, place in recvs:
         if source == me:
-            block = own.pop()  # there is one at most
+            block = next(own)
             copies.append((place, block if block.is_cpu else scratch.on_host(block)))
         else:
             arriving.append((source, _destination(place, scratch, copies)))

@@ -21,6 +21,7 @@ from hpcdist.formats.paths import file_errors, open_regular
 from hpcdist.formats.plain import Raw, memory
 from hpcdist.layout import Box
 from hpcdist.staging.pieces import incoming, piece_limit
+from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import bits
 
 _PART = 2**21  # bytes that are read at a time to be checked
@@ -121,15 +122,28 @@ class TensorReader:
         return self.files.fd(self.path)
 
     def read(self, want: Box, out: Tensor) -> None:
-        """Read a box into `out`, a tensor of its shape on any device.
+        """Read a box into `out`, a tensor of its shape on any device and of any dtype.
 
         Raises:
             FileError: it cannot be read, a checksum is wrong, or the file ends early.
         """
+        lazy = out.is_conj() or out.is_neg()  # its memory holds other values than it shows
+        if out.dtype != self.stored.dtype or not (out.is_cpu or accelerator.holds(out)) or lazy:
+            for part in layout.boxes(want, max(1, self.window // 2 // self.stored.dtype.itemsize)):
+                x = torch.empty(part.shape, dtype=self.stored.dtype, device="cpu")
+                self.read(part, x)
+                out[part.slices(want.offset)].copy_(x)
+            return
         parts = self._parts(want, piece_limit(self.window // 2, out.itemsize))
         local = [box.relative_to(want.offset) for box, _ in parts]
         for (box, row), target in zip(parts, incoming(out, local), strict=True):
             self.fill(box, row, target)
+
+    def ahead(self, box: Box) -> None:
+        """Let the system begin to read a box, which is one run of the file."""
+        if (raw := self.stored.raw) is not None:
+            start, itemsize = int(layout.run_starts(box, raw.shape)[0]), raw.dtype.itemsize
+            os.posix_fadvise(self.fd, raw.offset + start * itemsize, box.size() * itemsize, os.POSIX_FADV_WILLNEED)
 
     def _parts(self, want: Box, limit: int) -> list[tuple[Box, int | None]]:
         """Return the parts in which a box is read, of at most `limit` elements; and the piece that each is in, if that
