@@ -69,10 +69,7 @@ class Part(NamedTuple):
     values: Stored
     offsets: Stored | None
     variable: bool
-
-    @property
-    def samples(self) -> int:
-        return self.values.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
+    samples: int
 
 
 def describe_file(path: str, names: Sequence[Name] | None) -> tuple[Contents, list[Part]]:
@@ -99,13 +96,13 @@ def _part(contents: Contents, name: Name) -> Part:
     path, values = contents.path, contents.key(name[0])
     if name[1] is None and values in contents.left_out and contents.kind == "HDF5 file":
         with rows_of_lengths(path, values) as (rows, dtype, _):
-            return Part(Stored(values, (rows,), dtype), None, True)
+            return Part(Stored(values, (rows,), dtype), None, True, rows)
     stored, offsets = (None if n is None else _rows(contents, contents.key(n)) for n in name)
     assert stored is not None
     if offsets is not None and (len(offsets.shape) != 1 or not offsets.shape[0] or offsets.dtype.is_floating_point):
         what = f"offsets {offsets.name!r} is {offsets.dtype} of shape {list(offsets.shape)}"
         raise FileError("HD408", f"{path}: {what}, expected one integer more than there are samples")
-    return Part(stored, offsets, False)
+    return Part(stored, offsets, False, stored.shape[0] if offsets is None else offsets.shape[0] - 1)
 
 
 def _rows(contents: Contents, name: str) -> Stored:
@@ -212,10 +209,10 @@ class Field:
     def grid(self, sample: int, coarsest: float) -> int:
         """Move a sample to the nearest that no piece with a checksum, of at most `coarsest` bytes, nor chunk of a
         compressed tensor, holds together with the one before it."""
-        k = bisect_right(self.begins, sample) - 1
-        begin, values, at = int(self.begins[k]), self.files[k][1].values, sample - int(self.begins[k])
         if self.ragged:
             return sample
+        k = bisect_right(self.begins, sample) - 1
+        begin, values, at = int(self.begins[k]), self.files[k][1].values, sample - int(self.begins[k])
         if values.raw is None and values.chunk > 1:
             at = (at + values.chunk // 2) // values.chunk * values.chunk
         elif len(values.boxes) and int(values.boxes.sizes.max()) * self.dtype.itemsize <= coarsest:
@@ -244,7 +241,7 @@ def joined(described: Sequence[tuple[Contents, list[Part]]]) -> list[Field]:
         if odd := next((contents for contents, parts in described if len(parts) != len(described[0][1])), None):
             raise FileError("HD408", f"{odd.path}: holds other tensors than {first}: name fields=")
         field = Field([(contents, parts[i]) for contents, parts in described], begins)
-        for contents, (values, _, variable) in field.files:
+        for contents, (values, _, variable, _) in field.files:
             dtype, shape = values.dtype, values.shape[1:]
             if (dtype, shape, variable) != (field.dtype, field.shape, field.files[0][1].variable):
                 what = f"{field.name!r} is {dtype}, rows of shape {list(shape)}"

@@ -172,7 +172,6 @@ class Loader(Sampler):
                 word.result()
 
     def _batches(self, chosen: int | None) -> Iterator[Any]:
-        self._check_open()
         self.leave()
         self._epoch = epoch = self.begin(self.next_epoch if chosen is None else chosen)
         given, options = self.given, tuple(self.state_dict().items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sized
 from functools import lru_cache
+from itertools import pairwise
 from operator import index
 from typing import Any, Literal
 
@@ -72,36 +73,40 @@ class Order:
 class Epoch:
     """The batches of one epoch, from the sample after `begun` others on.
 
+    Args:
+        whole: samples of a batch of all ranks.
+        pad: see `even` of :class:`Sampler`.
+
     Attributes:
         end: the samples of all ranks' batches, and those before.
     """
 
-    def __init__(self, of: Sampler, order: Order, begun: int) -> None:
-        self.order, self._of, self._begun = order, of, begun
-        self.end = of.samples - (of.samples - begun) % of.whole if of.drop_last else of.samples
-        self._rows = max(1, _AT_ONCE // of.batch_size)
+    def __init__(self, order: Order, rank: int, size: int, whole: int, begun: int, end: int, pad: bool) -> None:
+        self.order, self.end, self._begun, self._pad = order, end, begun, pad
+        self._rank, self._size, self._whole = rank, size, whole
+        self._own = np.arange(whole * rank // size, whole * (rank + 1) // size)
+        self._rows = max(1, _AT_ONCE // len(self._own))
         self._several = lru_cache(1)(self._compute)
 
     def parts(self, given: int) -> list[Ints]:
         """Return for each rank which samples it gets of those of the batch that begins after `given` ones."""
-        of, count = self._of, min(self._of.whole, self.end - given)
-        whole = of.whole if of.even == "pad" else count
-        return [np.arange(whole * r // of.size, whole * (r + 1) // of.size) % count for r in range(of.size)]
+        count = min(self._whole, self.end - given)
+        ends = (self._whole if self._pad else count) * np.arange(self._size + 1) // self._size
+        return [np.arange(a, b) % count for a, b in pairwise(ends.tolist())]
 
     def mine(self, given: int) -> Ints:
         """Return this rank's samples of a batch."""
-        if given + self._of.whole > self.end:
-            return self.order(given + self.parts(given)[self._of.rank])
-        number, row = divmod((given - self._begun) // self._of.whole, self._rows)
+        if given + self._whole > self.end:
+            return self.order(given + self.parts(given)[self._rank])
+        number, row = divmod((given - self._begun) // self._whole, self._rows)
         samples: Ints = self._several(number)[row]
         return samples
 
     def _compute(self, number: int) -> Ints:
         """The samples of several batches of this rank at once, a row for each."""
-        of, begin = self._of, self._begun + self._of.whole * self._rows * number
-        first = np.arange(begin, min(begin + of.whole * self._rows, self.end), of.whole)[:, None]
-        own = of.whole * of.rank // of.size + np.arange(of.batch_size)
-        return self.order(np.minimum(first + own, self.end - 1))
+        begin, step = self._begun + self._whole * self._rows * number, self._whole
+        first = np.arange(begin, min(begin + step * self._rows, self.end), step)[:, None]
+        return self.order(np.minimum(first + self._own, self.end - 1))
 
 
 class Sampler(torch.utils.data.Sampler[list[int]]):
@@ -174,7 +179,9 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         """Begin an epoch: from its first sample, or after load_state_dict() from the next one."""
         self.now, self.next_epoch, self._loaded = epoch, epoch + 1, False
         self.given = self._rest.get(epoch, 0)
-        return Epoch(self, Order(self.cuts, self.window, (self.seed, epoch) if self.shuffle else None), self.given)
+        order = Order(self.cuts, self.window, (self.seed, epoch) if self.shuffle else None)
+        end = self.samples - (self.samples - self.given) % self.whole if self.drop_last else self.samples
+        return Epoch(order, self.rank, self.size, self.whole, self.given, end, self.even == "pad")
 
     def gave(self, epoch: Epoch, given: int) -> int:
         """Note that the batch after these samples is given; return the samples that are given now."""

@@ -1,7 +1,9 @@
 """One process without mpirun, and jobs: refusals, indexing, torch's DataLoader, orders, ends."""
 
+import gc
 import pickle
 import re
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -60,6 +62,17 @@ def test_a_sample_is_its_own_memory(files):
             for x in part if isinstance(part, list) else [part]:
                 x.zero_()
     assert data[4][0].any() and data[4][1].any()
+
+
+def test_a_loader_that_is_dropped_ends_at_once(files):
+    """And not when Python next collects garbage: it has two windows of memory."""
+    loader = hd.data.Loader(hd.data.open(files, "y", "file"), 7)
+    assert len(list(loader)) == 10
+    left = weakref.ref(loader)
+    gc.disable()
+    del loader
+    gc.enable()
+    assert left() is None
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
