@@ -47,7 +47,8 @@ class Loader(Sampler):
     Batches are made ahead, one at a time, unless all that takes is a copy in the memory of this node. Each node has the
     data once ("node"), its share of them ("job"), or its share of two windows ("file"); and each rank two batches.
 
-    Iterating gives the next epoch each time. :meth:`epoch` gives one by number.
+    Iterating gives the next epoch each time. :meth:`epoch` gives one by number. The other methods, and `next_epoch`,
+    are those of :class:`Sampler`.
 
     Args:
         data: what :func:`open` returns.
