@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from itertools import chain
 from math import prod
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -484,10 +485,10 @@ def _share(
     call: _Load, readers: Mapping[str, TensorReader], boxes: _Boxes, memory: _Memory, problems: list[str]
 ) -> None:
     """Read each piece of some tensors on one rank, and send its parts to those that hold them. Collective."""
-    me, pinned = call.team.rank, any(not x.is_cpu for held in memory.values() for _, x in held)
+    me, pinned = call.team.rank, any(not x.is_cpu for _, x in chain(*memory.values()))
     rounds = _rounds(readers, call.team.size, call.same["window"])
-    for pieces, later in zip(rounds, [*rounds[1:], []], strict=True):
-        for owner, key, box in later:
+    for i, pieces in enumerate(rounds):
+        for owner, key, box in chain(*rounds[i + 1 : i + 2]):
             if owner == me:
                 with kept(problems):
                     readers[key].ahead(box)

@@ -36,7 +36,9 @@ x = distribute_tensor(torch.arange(16).view(4, 4), mesh, [Shard(0), Shard(1)])
     "hpcdist.staging.dcp.HDF5Reader": _DCP + _NETWORK + "dcp.save({'model': model.state_dict()}, "
     "storage_writer=HDF5Writer('model.h5'))",
     "hpcdist.staging.dcp.HDF5Writer": _DCP + _NETWORK,
-    "hpcdist.staging.load.load": "hd.staging.save('x.h5', torch.arange(10).view(5, 2), dim=None)",
+    "hpcdist.staging.load.load": "model = torch.nn.Linear(4, 3)\n"
+    "hd.staging.save('hf_folder', dict(model.state_dict()), dim=None)\n"
+    "hd.staging.save('x.h5', torch.arange(10).view(5, 2), dim=None)",
     "hpcdist.staging.piecewise.open": "compute = lambda row: torch.zeros(1, 64)",
     "hpcdist.staging.save.save": "import h5py",
     "hpcdist.tensors.pool.memory_stats": "x = torch.zeros(2**23)",
