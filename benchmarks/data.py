@@ -383,12 +383,7 @@ def first_batch(comm: MPI.Intracomm, folder: Path, samples: int, rounds: int) ->
 def neighbours(cuts: np.ndarray, window: int, seed: int) -> float:
     """The mean distance of samples that follow each other in an epoch of keep="file"."""
     order = Order(cuts, window, (seed, 0))
-    segment, inside = order(np.arange(cuts[-1]))
-    found = np.empty_like(inside)
-    for number, blocks in enumerate(order.segments):
-        samples = np.concatenate([np.arange(cuts[b], cuts[b + 1]) for b in blocks])
-        here = segment == number
-        found[here] = samples[inside[here]]
+    found = order(np.arange(cuts[-1]))
     assert (np.bincount(found) == 1).all()
     return float(np.abs(np.diff(found)).mean())
 
