@@ -149,10 +149,14 @@ class _Load:
         """The tensors by name, in the order of the files."""
         return self.files.contents.tensors
 
-    def reader(self, key: str) -> TensorReader:
-        """Return a reader of one tensor; what it computes from the table of its pieces is freed with it."""
+    def stored(self, key: str) -> Stored:
+        """A tensor, which is freed with the table of its pieces. Collective if it is read in rounds: all ranks then get
+        the table from rank 0."""
         stored = replace(self.tensors[key])
-        return TensorReader(self.files, stored, self.same["window"], self.same["verify"], self.progress)
+
+        if self.methods[key] == ALONE:
+            return stored
+        return objects.run_on_root(self.team.comm, VERB, stored.with_table)
 
 
 def _targets(call: _Load) -> Iterator[tuple[str, Tensor]]:
@@ -186,12 +190,13 @@ def kept(problems: list[str]) -> Iterator[None]:
 
 def _read(call: _Load, key: str, out: Tensor, problems: list[str]) -> None:
     """Read a tensor, of which `out` is this rank's part; keep the errors of this rank. Collective."""
-    reader, wants, me = call.reader(key), call.wants[key], call.team.rank
+    stored, wants, me = call.stored(key), call.wants[key], call.team.rank
+    reader = TensorReader(call.files, stored, call.same["window"], call.same["verify"], call.progress)
     if call.methods[key] == ALONE:
         with kept(problems):
             reader.read(wants[me], out)
         return
-    plan, rows = plan_load(call.tensors[key], wants, reader.window, reader.verify)
+    plan, rows = plan_load(stored, wants, reader.window, reader.verify)
     if reader.verify and rows is None:  # pieces too large for the window: checked on their own
         with kept(problems):
             for number in range(me, len(reader.stored.boxes), call.team.size):
@@ -257,7 +262,7 @@ def _planned(team: Team, verb: str, arguments: Mapping[str, Any]) -> Iterator[_L
         RankError: on every rank: see load().
     """
     with agreed(team, verb, lambda: _check(team, **arguments)) as call:
-        same, _ = objects.same(team.comm, verb, call.same, call.same, objects.first_difference)
+        same = objects.same(team.comm, verb, call.same, call.same, objects.first_difference)
         path, name = str(same["path"]), same["name"]
         find = lambda: objects.run_on_root(team.comm, verb, lambda: describe(path).chosen(name))  # noqa: E731
         with open_files(find, lambda sees: objects.run_on_all(team.comm, verb, sees)) as call.files:
@@ -361,7 +366,7 @@ def plan_load(
         if len(chosen) < len(pieces):
             pieces = Listed(pieces.offsets[chosen], pieces.shapes[chosen], pieces.shape)
             rows = None if rows is None else chosen
-    return PiecePlan(pieces, block_bounds(len(pieces), size, workers), wants, straight=False), rows
+    return PiecePlan(pieces, block_bounds(len(pieces), size, workers), wants), rows
 
 
 def _planned_load(*, group: Any, **arguments: Any) -> Plan:
@@ -387,7 +392,7 @@ def _planned_load(*, group: Any, **arguments: Any) -> Plan:
 
 def _traffic(call: _Load, key: str) -> tuple[int, int, int]:
     """The bytes of a tensor that this rank reads, sends and receives."""
-    stored, wants, me = call.tensors[key], call.wants[key], call.team.rank
+    stored, wants, me = call.stored(key), call.wants[key], call.team.rank
     if call.methods[key] == ALONE:
         return wants[me].size() * stored.dtype.itemsize, 0, 0
     plan, _ = plan_load(stored, wants, call.same["window"], call.same["verify"])
