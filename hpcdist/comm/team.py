@@ -232,6 +232,7 @@ class Team:
         window: memory through which the ranks of a process group on one node reduce and broadcast, after its first use.
         repeats: calls made before, which can be repeated with less work: see :mod:`hpcdist.collectives.kept`.
         planned: number of calls that were planned to be kept.
+        saved: what the latest save was planned from, and its plan.
         plans_made: number of plans that the user has made.
         results: number of results through which gradients flow back.
     """
@@ -257,6 +258,7 @@ class Team:
         self.unshared: str | None = None
         self.window: Window | None = None
         self.repeats: dict[Any, Any] = {}
+        self.saved: Any = None
         self.planned = self.plans_made = self.results = 0
         activity.peers[self.number] = self.peers
 

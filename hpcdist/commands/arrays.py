@@ -32,7 +32,7 @@ from hpcdist.formats.contents import Dataset, Slices
 from hpcdist.formats.known import FORMATS
 from hpcdist.formats.paths import check_target, shown
 from hpcdist.layout import Box
-from hpcdist.layout.box import Shards, grid, summed
+from hpcdist.layout.box import Listed, Shards, grid, summed
 from hpcdist.process import machine
 from hpcdist.runtime.cli import meter, nbytes, placed, progress, table, timed
 from hpcdist.runtime.commandline import Parser, path, plural, problem, show_bytes
@@ -48,6 +48,7 @@ _NUMBER = re.compile(r"\{rank(:0?\d{0,2}d?)?\}")
 _ROUTES = ("mpi", "gloo", "hdf5", "nccl")
 _ROUNDS = 5  # timed runs of each route, after a warm-up that is not counted
 
+NO_PIECES = Listed.of([], ())
 T = TypeVar("T")
 File = tuple[str, Box]  # a file to be written, and the box of the joined array that it holds
 Move = Callable[..., Tensor | None]  # (shard, route=, out=) -> result
@@ -56,12 +57,18 @@ Report = dict[str, Any]
 
 
 def copy(
-    world: World, team: Team, verb: str, path: str, datasets: Sequence[Dataset], read: Read, options: SaveOptions
+    world: World,
+    team: Team,
+    verb: str,
+    path: str,
+    datasets: Sequence[tuple[Dataset, Listed]],
+    read: Read,
+    options: SaveOptions,
 ) -> tuple[int, int]:
     """Write tensors to a file, or to several and an index. Collective over `team`.
 
     Args:
-        datasets: perhaps with the pieces in which they are in a file.
+        datasets: each with the pieces in which it is in a file, if it has some.
         read: raises an HpcdistError for what cannot be read.
 
     Returns:
@@ -70,8 +77,9 @@ def copy(
     Raises:
         RankError: on every rank, if anything failed on one; existing files are then as they were.
     """
-    cut = [_in_pieces(path, d, options.window) for d in datasets]
-    pieces = [(i, row, box) for i, d in enumerate(cut) for row, box in enumerate(d.pieces)]
+    listed = [_in_pieces(path, d, held, options.window) for d, held in datasets]
+    cut = [replace(d, count=len(boxes)) for (d, _), boxes in zip(datasets, listed, strict=True)]
+    pieces = [(i, row, box) for i, boxes in enumerate(listed) for row, box in enumerate(boxes)]
     sizes = [box.size() * cut[i].dtype.itemsize for i, _, box in pieces]
     bounds = summed(layout.balance(sizes, team.size))
     mine = pieces[bounds[team.rank] : bounds[team.rank + 1]]
@@ -86,13 +94,13 @@ def copy(
                     dtype = cut[i].dtype
                     x: Tensor = buffer[: box.size() * dtype.itemsize].view(dtype).view(box.shape)
                     read(i, box, x)
-                    file.put(i, row, x)
+                    file.put(i, row, box, x)
             except HpcdistError as error:
                 file.fail(error)
     return len(mine), file.kept
 
 
-def _in_pieces(path: str, d: Dataset, window: int) -> Dataset:
+def _in_pieces(path: str, d: Dataset, held: Listed, window: int) -> Listed:
     """Cut a tensor for the output `path`, half of the window a piece, since reading one may take as much again.
 
     Pieces that it has in its file are kept if they fit and are runs of it: each is then read once, with its checksum.
@@ -101,13 +109,13 @@ def _in_pieces(path: str, d: Dataset, window: int) -> Dataset:
         InputError: there are too many pieces.
     """
     limit = piece_limit(window // 2, d.dtype.itemsize)
-    if len(d.pieces) and int(d.pieces.sizes.max()) <= limit and d.pieces.are_runs:
-        return d
+    if len(held) and int(held.sizes.max()) <= limit and held.are_runs:
+        return held
     try:
         check_pieces(d.shape, d.dtype.itemsize, limit)
     except ArgumentError as error:
         raise InputError("HD419", f"{path}: {d.name} {error}") from error
-    return replace(d, pieces=grid(d.shape, limit))
+    return grid(d.shape, limit)
 
 
 def add_options(p: Parser) -> None:
@@ -261,7 +269,7 @@ def _write(
         def read(i: int, box: Box, out: Tensor, at: Sequence[int] = whole.offset) -> None:
             fill(box.shift(at), out)
 
-        done = copy(world, team, args.prog, name, [dataset], read, options)
+        done = copy(world, team, args.prog, name, [(dataset, NO_PIECES)], read, options)
         pieces, kept = pieces + done[0], kept + done[1]
     return pieces, kept
 

@@ -37,7 +37,7 @@ def main(world: World, args: Namespace) -> int:
         "files": len(contents.files), "tensors": len(tensors), "bytes": contents.nbytes(),
         "left_out": contents.left_out,
     }  # fmt: skip
-    datasets, files = [Dataset(s.name, s.shape, s.dtype, s.boxes) for s in tensors], OpenFiles(contents)
+    datasets, files = [(Dataset(s.name, s.shape, s.dtype), s.boxes) for s in tensors], OpenFiles(contents)
     with reading([(files, of) for of in tensors], args.window, most=1) as read:
         options = SaveOptions("posix", args.window, args.resume, contents.text, limit)
         done = copy(world, team_of(), _VERB, args.output, datasets, read, options)
@@ -66,7 +66,7 @@ def _look(args: Namespace) -> tuple[Contents, int | None]:
     if not os.path.isdir(source) and Path(source).suffix not in (*FORMATS, ".json"):
         expected = f"a folder, {safetensors.INDEX}, {', '.join(FORMATS)}"
         raise InputError("HD501", f"{source}: expected a file of tensors or a checkpoint: {expected}")
-    contents = describe(source)
+    contents = describe(source).with_tables()
     contents.require()
     if "" in contents.tensors:
         raise InputError("HD418", f"{source}: holds an array without a name: hpcdist.gather copies it")

@@ -29,7 +29,7 @@ _MAX_SHOWN = 20  # damaged pieces
 
 def main(world: World, args: argparse.Namespace) -> int:
     """Run the command on the ranks of the world; return the exit status. Collective."""
-    contents = objects.run_on_root(team_of().comm, args.what, lambda: describe(args.file))
+    contents = objects.run_on_root(team_of().comm, args.what, lambda: describe(args.file).with_tables())
     if args.what == "verify":
         return _verify(world, contents, args.json)
     if world.rank == 0:
@@ -45,11 +45,10 @@ def _report(contents: Contents) -> dict[str, Any]:
         how = "read by its library" if stored.raw is None else "contiguous"
         if stored.parts is not None:
             how = plural(len(stored.parts.places), "part")
-        table_ = stored.pieces
         tensors.append({
             "name": stored.name, "shape": list(stored.shape), "dtype": str(stored.dtype).removeprefix("torch."),
-            "bytes": stored.nbytes(), "pieces": None if table_ is None else len(table_),
-            "writers": None if table_ is None or not len(table_) else ranks_text(table_["rank"].tolist()),
+            "bytes": stored.nbytes(), "pieces": None if stored.pieces is None else len(stored.table),
+            "writers": ranks_text(stored.table["rank"].tolist()) if len(stored.table) else None,
             "storage": how,
         })  # fmt: skip
     found = {"path": contents.path, "kind": contents.kind, "checksums": contents.checked, "tensors": tensors}

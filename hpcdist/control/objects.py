@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -103,39 +103,31 @@ def first_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str 
     return None
 
 
-def same(
-    comm: MPI.Intracomm,
-    verb: str,
-    key: object,
-    value: T,
-    odd: Callable[[T, T], str | None],
-    row: Callable[[T], Sequence[int]] = lambda value: (),
-) -> tuple[T, Any]:
-    """Return rank 0's `value` on every rank, and a table of the `row` of each rank. Collective over `comm`.
+def same(comm: MPI.Intracomm, verb: str, key: object, value: T, odd: Callable[[T, T], str | None]) -> T:
+    """Return rank 0's `value` on every rank. Collective over `comm`.
 
-    If the digests of `key` are the same on all ranks, nothing else is sent. Otherwise rank 0's value is sent once, and
-    each rank reports how its own differs.
+    If the digests of `key` are the same on all ranks, one Allreduce shows it, and each rank gets its own value back.
+    Otherwise rank 0's value is sent once, every rank gets a copy, and each reports how its own differs.
 
     Args:
         key: what must be the same; equal ones have the same repr().
-        value: what is sent where keys differ; ranks with equal keys return their own.
+        value: what is sent where keys differ.
         odd: describes how the second value, this rank's, differs from the first one, rank 0's; None if it does not.
-        row: this rank's integers that belong to a value: rank 0's, which may list the same in another order.
 
     Raises:
         RankError: on every rank, if a value differs.
     """
     import numpy as np
+    from mpi4py import MPI
 
-    digests = comm.allgather(blake2b(repr(key).encode(), digest_size=16).digest())
-    if len(set(digests)) > 1:
+    digest = np.frombuffer(blake2b(repr(key).encode(), digest_size=16).digest(), np.uint64)
+    extremes = np.concatenate([digest, ~digest])  # the largest of each, and of each complement: that of the smallest
+    comm.Allreduce(MPI.IN_PLACE, extremes, MPI.MAX)
+    if (extremes[:2] != ~extremes[2:]).any():
         mine, value = value, run_on_root(comm, verb, lambda: value)
         problems = enumerate(all_gather_object(comm, odd(value, mine), verb))
         raise_problems(verb, {rank: text for rank, text in problems if text is not None})
-    own = np.array(row(value), np.int64)
-    table = np.empty((comm.size, len(own)), np.int64)
-    comm.Allgather(own, table)
-    return value, table
+    return value
 
 
 def node_file(comm: MPI.Comm) -> int | None:

@@ -107,7 +107,7 @@ def _part(contents: Contents, name: Name) -> Part:
 
 def _rows(contents: Contents, name: str) -> Stored:
     stored = contents.chosen(name).tensors.get(name)
-    if stored is None or not stored.shape or not prod(stored.shape[1:]):
+    if stored is None or not stored.with_table().shape or not prod(stored.shape[1:]):
         held = listed(contents.tensors)
         raise FileError("HD408", f"{contents.path}: {name!r} has no rows, or these no elements; it has: {held}")
     return stored

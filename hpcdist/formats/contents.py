@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,97 @@ import torch
 from torch import Tensor
 
 from hpcdist.errors import FileError, listed
-from hpcdist.formats.paths import check_regular, shown
-from hpcdist.formats.plain import Raw, page_size
+from hpcdist.formats.paths import check_regular, file_errors, shown
+from hpcdist.formats.plain import Raw, digest, page_size, read_at
 from hpcdist.layout import Box
-from hpcdist.layout.box import Ints, Listed
+from hpcdist.layout.box import Ints, Listed, whole
 from hpcdist.tensors.storage import DTYPES
 
-NO_PIECES = Listed.of([], ())
 UNREADABLE = "cannot be read"  # the first words on what is left out because it is damaged, or its library too old
 Table = np.ndarray[Any, np.dtype[np.void]]
+_FEW = 64  # rows that are read together rather than searched
 Slices = Callable[[Box], Tensor]
 """Returns a box of an array as its format's own library reads it: a CPU tensor."""
+
+
+@cache
+def row_dtype(ndim: int) -> np.dtype[np.void]:
+    """A row of the table of pieces of a tensor; a 0-d tensor counts as 1-d."""
+    n = (max(1, ndim),)
+    return np.dtype([("offset", "<i8", n), ("shape", "<i8", n), ("xxh3_64", "<u8"), ("rank", "<i4"), ("check", "<u4")])
+
+
+def row_checksums(table: Table) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """The checksum of each row of a table, whose field "check" has the lower half of it."""
+    content, size = memoryview(table.tobytes()), table.dtype.itemsize
+    ends = range(size, len(content) + 1, size)
+    return np.array([digest(content[end - size : end - 4]).intdigest() for end in ends], np.uint64)
+
+
+def boxes_of(table: Table, shape: tuple[int, ...]) -> Listed:
+    """The boxes in the rows of a table."""
+    return Listed(table["offset"][:, : len(shape)], table["shape"][:, : len(shape)], shape)
+
+
+@dataclass(frozen=True)
+class PieceTable:
+    """The table of the pieces of a tensor in a file: a row for each, in the order of their first elements.
+
+    Attributes:
+        path, start: the file, and the first byte of the table in it.
+        count: number of rows.
+        runs: whether the pieces are runs of the tensor's memory, so that they can be found by bisection.
+        shape: of the tensor.
+    """
+
+    path: str
+    start: int
+    count: int
+    runs: bool
+    shape: tuple[int, ...]
+
+    def read(self, fd: int, first: int, last: int) -> Table:
+        """Read the rows `first` to `last`; a FileError if they are damaged."""
+        row = row_dtype(len(self.shape))
+        content = bytearray((last - first) * row.itemsize)
+        read_at(fd, self.start + first * row.itemsize, memoryview(content))
+        table = np.frombuffer(content, row)
+        offsets, shapes, extents = table["offset"], table["shape"], np.array(self.shape or (1,), np.int64)
+        inside = (offsets >= 0) & (shapes >= 0) & (offsets <= extents - shapes)
+        if not inside.all() or (row_checksums(table).astype(np.uint32) != table["check"]).any():
+            raise self._damaged()
+        return table
+
+    def within(self, fd: int, box: Box) -> tuple[int, Table]:
+        """Find the rows that may have something in common with `box`, by reading few others.
+
+        Returns:
+            The number of the first, and the rows.
+
+        Raises:
+            FileError: these rows, or some between them, are damaged.
+        """
+        if not box.size():
+            return 0, self.read(fd, 0, 0)
+        first, last = 0, self.count
+        end = Box(tuple(o + n - 1 for o, n in zip(*box, strict=True)), box.shape)
+        low, high = Listed.of([box, end], self.shape).starts.tolist()
+        if self.runs and last > _FEW:
+            start = lambda row: boxes_of(self.read(fd, row, row + 1), self.shape).starts[0]  # noqa: E731
+            first = max(0, bisect_right(range(last), low, key=start) - 1)
+            last = bisect_right(range(last), high, lo=first, key=start)
+        table = self.read(fd, first, last)
+        boxes = boxes_of(table, self.shape)
+        starts, ends = boxes.starts, boxes.starts + boxes.sizes
+        good = int(boxes.sizes.sum()) == prod(self.shape)
+        if self.runs and last > first:
+            good = bool(starts[0] <= low and high < ends[-1] and (starts[1:] == ends[:-1]).all())
+        if not good:
+            raise self._damaged()
+        return first, table
+
+    def _damaged(self) -> FileError:
+        return FileError("HD404", f"{self.path}: its table of the pieces of a tensor is damaged")
 
 
 @dataclass(frozen=True)
@@ -65,22 +146,32 @@ class Stored(Described):
     Attributes:
         raw: where its bytes lie, if they are one run of a file.
         parts: where they lie, if they are in parts. With neither, only its format's library can read it.
-        pieces: the table of its pieces, if hpcdist wrote it: "offset", "shape", "xxh3_64" and "rank".
+        pieces: where the table of its pieces lies, if hpcdist wrote it.
         chunk: rows that its format's library reads together; 1 if it need not.
     """
 
     raw: Raw | None = None
     parts: FileParts | None = None
-    pieces: Table | None = None
+    pieces: PieceTable | None = None
     chunk: int = 1
+
+    @cached_property
+    def table(self) -> Table:
+        """All rows of its table, empty without one. They are read once, and travel with the description then."""
+        if self.pieces is None:
+            return np.empty(0, row_dtype(len(self.shape)))
+        with file_errors(f"{self.pieces.path}: {self.name}"), open(self.pieces.path, "rb") as file:
+            return self.pieces.within(file.fileno(), whole(self.shape))[1]
+
+    def with_table(self) -> Stored:
+        """This tensor, after its table has been read."""
+        _ = self.table
+        return self
 
     @cached_property
     def boxes(self) -> Listed:
         """The boxes of its pieces; none if it has no table of them."""
-        n = len(self.shape)
-        if self.pieces is None:
-            return Listed.of([], self.shape)
-        return Listed(self.pieces["offset"][:, :n], self.pieces["shape"][:, :n], self.shape)
+        return boxes_of(self.table, self.shape)
 
     @cached_property
     def part_boxes(self) -> Listed:
@@ -164,6 +255,12 @@ class Contents:
         """What is left out, for a message: the first names, each with the reason."""
         return listed(f"{shown(name)} ({shown(why)})" if name else why for name, why in self.left_out.items())
 
+    def with_tables(self) -> Contents:
+        """These, after the tables of all pieces have been read."""
+        for stored in self.tensors.values():
+            stored.with_table()
+        return self
+
     def nbytes(self) -> int:
         return sum(stored.nbytes() for stored in self.tensors.values())
 
@@ -214,11 +311,13 @@ class Dataset(Described):
     """A tensor to be written.
 
     Attributes:
-        pieces: the boxes that are written, and checked, one at a time.
         attrs: HDF5 attributes.
+        count: number of pieces: boxes that are written, and checked, one at a time.
+        runs: whether they are runs of its memory.
     """
 
-    pieces: Listed = NO_PIECES
+    count: int = 0
+    runs: bool = True
     attrs: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -281,7 +380,11 @@ class Format(ABC):
         raise NotImplementedError  # a format that is only read
 
     def complete(  # noqa: B027  # most formats need nothing
-        self, path: Path, datasets: Sequence[Dataset], tables: Sequence[Table], checkpoint: bytes | None
+        self, path: Path, datasets: Sequence[Dataset], checksum: int, checkpoint: bytes | None
     ) -> None:
-        """Write what is known when all data are there: the pieces of each dataset, what a checkpoint holds besides
-        tensors."""
+        """Write what is known when all data and tables are there.
+
+        Args:
+            checksum: of all rows of the tables.
+            checkpoint: what a checkpoint holds besides tensors.
+        """

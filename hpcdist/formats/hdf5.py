@@ -3,16 +3,17 @@
     /NAME              each tensor: one contiguous dataset without fill, so that its bytes lie at a known place
       @torch_dtype     of a dtype that HDF5 does not have: its name; the dataset holds the raw bits
     /_hpcdist          attribute version: 1
+      pieces           uint8[n]: a table for each tensor of the plan, of its pieces: offset, shape, checksum, rank, and
+                       the row's own checksum; ranks write them, each its own rows
       plan             uint8[n]: the tensors, as JSON, against which readers hold what HDF5 says
-      pieces           uint8[n]: a table for each tensor, in that order, of its pieces: offset, shape, checksum, rank
       checkpoint       uint8[n]: what a checkpoint holds besides tensors, as JSON; only in those that
                        torch.distributed.checkpoint has written, see hpcdist.staging.dcp
-      state            uint8[8]: the checksum of plan, pieces and checkpoint
+      state            uint8[8]: the checksum of plan and checkpoint
 
 HDF5's own structures are those of version 1.10, which have checksums; nothing is in its global heap, which has none.
 
-The tensors are laid out before the first data are written, and the group is filled when all data are there: a file
-whose group is empty is incomplete. Ranks write data, and rank 0 the rest.
+The tensors and their tables are laid out before the first data are written, and the rest is added when all data are
+there: a file without a state is incomplete. Ranks write data and tables, and rank 0 the rest.
 
 Only the file that is named is read. Three things in an HDF5 file refer to other files: a link into another file, a
 dataset with external storage, and a virtual dataset. Somebody who hands a user such a file could make the user's job
@@ -37,11 +38,21 @@ import torch
 from torch import Tensor
 
 from hpcdist.errors import FileError, listed, reason, refusal
-from hpcdist.formats.contents import UNREADABLE, Contents, Dataset, FileMap, Format, Identity, Slices, Stored, Table
+from hpcdist.formats.contents import (
+    UNREADABLE,
+    Contents,
+    Dataset,
+    FileMap,
+    Format,
+    Identity,
+    PieceTable,
+    Slices,
+    Stored,
+    row_dtype,
+)
 from hpcdist.formats.paths import check_regular, check_unicode, file_errors
 from hpcdist.formats.plain import Raw, digest
 from hpcdist.layout import Box
-from hpcdist.layout.box import Ints
 from hpcdist.process.limit import ended_at_deadline
 from hpcdist.tensors.storage import BARE, DTYPES
 
@@ -56,7 +67,8 @@ NUMPY = frozenset(
 _NEW = {"libver": "v110", "locking": False}  # the oldest format of HDF5's structures in which they have checksums
 _RAW_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # itemsize -> what the raw bits are stored as
 _ELEMENT = 16  # bytes: of the largest dtype
-_PLAN, _PIECES, _CHECKPOINT, _STATE = "plan", "pieces", "checkpoint", "state"
+_PLAN, _CHECKPOINT, _STATE = "plan", "checkpoint", "state"
+_PIECES = f"{GROUP}/pieces"
 _CHUNK = 2**26  # bytes of a chunk, which HDF5 reads whole, that are always allowed
 LACKING = ", which torch does not have"
 _DEEPEST = 1000  # groups within each other
@@ -70,23 +82,9 @@ def stored_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     return np.dtype(_RAW_BITS[dtype.itemsize])
 
 
-@cache
-def record_dtype(ndim: int) -> np.dtype[np.void]:
-    """A row of the table of pieces of a tensor; a 0-d tensor counts as 1-d."""
-    n = (max(1, ndim),)
-    return np.dtype([("offset", "<i8", n), ("shape", "<i8", n), ("xxh3_64", "<u8"), ("rank", "<i4")])
-
-
-def table_of(dataset: Dataset, rows: Ints, checksums: np.ndarray[Any, Any], ranks: Ints) -> Table:
-    """The table of a dataset whose pieces with these numbers have these checksums, and were written by these ranks; in
-    the order of the tensor's elements."""
-    boxes, n = dataset.pieces, len(dataset.shape)
-    table = np.zeros(len(boxes), record_dtype(n))
-    table["offset"][:, :n], table["shape"][:, :n] = boxes.offsets, boxes.shapes
-    if not n:
-        table["shape"] = 1
-    table["xxh3_64"][rows], table["rank"][rows] = checksums, ranks
-    return table[np.lexsort(table["offset"].T[::-1])]
+def table_of(datasets: Sequence[Dataset]) -> Dataset:
+    """The tables of the pieces of these tensors, one after the other, as a dataset of their file."""
+    return Dataset(_PIECES, (sum(d.count * row_dtype(len(d.shape)).itemsize for d in datasets),), torch.uint8)
 
 
 class _HDF5(Format):
@@ -119,7 +117,7 @@ class _HDF5(Format):
         align = max(ALIGNMENT, os.stat(path.parent).st_blksize)  # on Lustre, the stripe
         # HDF5 does not survive a write that fails: let a limit on file sizes show before it is used.
         os.truncate(path, sum(d.nbytes() + (align if d.nbytes() >= align else 0) for d in datasets))
-        large = [d for d in datasets if d.nbytes() >= align]
+        large = [d for d in datasets if d.nbytes() >= align and d.name != _PIECES]  # which is the last: of any size
         places: dict[str, int] = {}
         if large:
             with h5py.File(path, "w", alignment_threshold=align, alignment_interval=align, **_NEW) as file:
@@ -134,19 +132,18 @@ class _HDF5(Format):
                 _set(file, dataset.name, dataset.attrs)
                 if dataset.dtype not in NUMPY:
                     _set(file, dataset.name, {DTYPE_ATTRIBUTE: str(dataset.dtype).removeprefix("torch.").encode()})
-            file.create_group(GROUP).attrs["version"] = VERSION
+            file.require_group(GROUP).attrs["version"] = VERSION
         return FileMap.of(path, (places[d.name] for d in datasets))
 
-    def complete(
-        self, path: Path, datasets: Sequence[Dataset], tables: Sequence[Table], checkpoint: bytes | None
-    ) -> None:
+    def complete(self, path: Path, datasets: Sequence[Dataset], checksum: int, checkpoint: bytes | None) -> None:
         import h5py
 
         entries = [
-            {"name": d.name, "shape": list(d.shape), "dtype": str(d.dtype), "pieces": len(table)}
-            for d, table in zip(datasets, tables, strict=True)
+            {"name": d.name, "shape": list(d.shape), "dtype": str(d.dtype), "pieces": d.count, "runs": d.runs}
+            for d in datasets
+            if d.name != _PIECES
         ]
-        parts = {_PLAN: json.dumps({"datasets": entries}).encode(), _PIECES: b"".join(t.tobytes() for t in tables)}
+        parts = {_PLAN: json.dumps({"datasets": entries, "checksum": checksum}).encode()}
         if checkpoint is not None:
             parts[_CHECKPOINT] = checkpoint
         with h5py.File(path, "r+", **_NEW) as file:
@@ -158,10 +155,19 @@ class _HDF5(Format):
 HDF5 = _HDF5()
 
 
+def add_table(path: Path, table: Dataset) -> int:
+    """Replace the table of a file whose pieces were not known before; return its place."""
+    import h5py
+
+    with h5py.File(path, "r+", **_NEW) as file:
+        del file[_PIECES]
+        return _create(file, table)
+
+
 def seal(parts: Mapping[str, bytes]) -> bytes:
     """The state of a file with these records."""
     made = digest()
-    for name in (_PLAN, _PIECES, _CHECKPOINT):
+    for name in (_PLAN, _CHECKPOINT):
         made.update(parts.get(name, b""))
     return int(made.intdigest()).to_bytes(8, "little")
 
@@ -234,10 +240,14 @@ def _contents(path: str, file: Any, at: Identity) -> Contents:
     if _STATE not in places:
         raise FileError("HD404", f"{path}: incomplete: the job that wrote it ended before it was done")
     with open(path, "rb") as content:
-        parts = {name: os.pread(content.fileno(), raw.nbytes(), raw.offset) for name, raw in places.items()}
+        parts = {
+            name: os.pread(content.fileno(), places[name].nbytes(), places[name].offset)
+            for name in (_PLAN, _CHECKPOINT, _STATE)
+            if name in places
+        }
     if _PLAN not in parts or parts[_STATE] != seal(parts):
-        raise FileError("HD404", f"{path}: its plan, tables of pieces or values differ from their checksum: {_CHANGED}")
-    planned = {d["name"]: (d, table) for d, table in _tables(path, json.loads(parts[_PLAN]), parts.get(_PIECES, b""))}
+        raise FileError("HD404", f"{path}: its plan or values differ from their checksum: {_CHANGED}")
+    planned = _tables(path, json.loads(parts[_PLAN]), places.get(_PIECES.removeprefix(f"{GROUP}/")))
     unlisted = planned.keys() - set(names)
     if lost := [name for name in planned if name in unlisted and not _is_hard(file, name)]:
         raise FileError("HD404", f"{path}: holds no {listed(lost)}, which its plan has: {_CHANGED}")
@@ -249,25 +259,19 @@ def _contents(path: str, file: Any, at: Identity) -> Contents:
     return Contents(path, "HDF5 file", found, {path: at}, external, left_out, checked=True, checkpoint=values)
 
 
-def _tables(path: str, plan: Mapping[str, Any], content: bytes) -> Iterator[tuple[dict[str, Any], Table]]:
-    """Yield each tensor of the plan with the table of its pieces; a FileError if one cannot be that of the tensor."""
-    at = 0
+def _tables(path: str, plan: Mapping[str, Any], raw: Raw | None) -> dict[str, tuple[dict[str, Any], PieceTable]]:
+    """By name, each tensor of the plan and where the table of its pieces lies; a FileError if they cannot be there."""
+    at, found = 0 if raw is None else raw.offset, {}
     for d in plan["datasets"]:
-        shape, row = d["shape"], record_dtype(len(d["shape"]))
-        table = np.frombuffer(content[at : at + d["pieces"] * row.itemsize], row)
-        at += d["pieces"] * row.itemsize
-        offsets, shapes, extents = table["offset"], table["shape"], np.array(shape or (1,), np.int64)
-        inside = (offsets >= 0) & (shapes >= 0) & (offsets <= extents - shapes)
-        elements = int(shapes.prod(axis=1).sum())
-        if len(table) != d["pieces"] or not inside.all() or elements != prod(shape):
-            raise FileError("HD404", f"{path}: {d['name']}: its table of pieces is damaged")
-        yield d, table
-    if at != len(content):
+        found[d["name"]] = d, PieceTable(path, at, d["pieces"], d["runs"], tuple(d["shape"]))
+        at += d["pieces"] * row_dtype(len(d["shape"])).itemsize
+    if at != (0 if raw is None else raw.offset + raw.nbytes()):  # no place of an empty one
         raise FileError("HD404", f"{path}: its tables of pieces are damaged")
+    return found
 
 
 def _stored(
-    path: str, file: Any, names: Iterable[str], planned: Mapping[str, tuple[Mapping[str, Any], Table]], end: int
+    path: str, file: Any, names: Iterable[str], planned: Mapping[str, tuple[Mapping[str, Any], PieceTable]], end: int
 ) -> tuple[dict[str, Stored], dict[str, str], dict[str, str]]:
     """The datasets of these names, each of which is opened once; why some are not read; and what is no tensor.
 

@@ -281,6 +281,11 @@ class Listed(BoxSequence):
             return False
         return bool((self.starts[:-1] + self.sizes[:-1] <= self.starts[1:]).all())
 
+    def ascending(self) -> tuple[Listed, Ints]:
+        """These boxes in the order of their first elements, and the place there of each."""
+        order = np.argsort(self.starts, kind="stable")
+        return Listed(self.offsets[order], self.shapes[order], self.shape), np.argsort(order)
+
     @cached_property
     def cover(self) -> Box:
         """The least box that holds all of them; an empty one if they are empty."""
@@ -341,22 +346,6 @@ def grid(shape: Sequence[int], limit: int) -> Listed:
     offsets = np.zeros((prod(counts), n), np.int64)
     offsets[:, : dim + 1] = np.indices(counts).reshape(dim + 1, -1).T * extents[: dim + 1]
     return Listed(offsets, np.minimum(offsets + extents, np.array(shape)) - offsets, shape)
-
-
-def cut_shards(shards: Shards, step: int) -> tuple[Listed, Ints]:
-    """Cut shards along their dim, each on its own, into boxes of `step` indices.
-
-    Returns:
-        The boxes, and where those of each shard begin and end: shard i has ``bounds[i]`` to ``bounds[i + 1]``.
-    """
-    displs, counts = shards.displs, -(-np.diff(shards.displs) // step)
-    bounds, shard = summed(counts), np.repeat(np.arange(len(counts)), counts)
-    starts = displs[shard] + (np.arange(len(shard)) - bounds[shard]) * step
-    offsets = np.zeros((len(shard), len(shards.shape)), np.int64)
-    shapes = np.tile(np.array(shards.shape, np.int64), (len(shard), 1))
-    offsets[:, shards.dim] = starts
-    shapes[:, shards.dim] = np.minimum(starts + step, displs[shard + 1]) - starts
-    return Listed(offsets, shapes, shards.shape), bounds
 
 
 def summed(counts: Sequence[int] | Ints) -> Ints:

@@ -28,7 +28,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -57,17 +56,18 @@ from torch.futures import Future
 from hpcdist import layout
 from hpcdist.errors import FileError, reason, refusal
 from hpcdist.formats.contents import Contents, Dataset, Identity, Stored
+from hpcdist.formats.hdf5 import table_of
 from hpcdist.formats.known import describe
 from hpcdist.formats.paths import sync
 from hpcdist.layout import Box
-from hpcdist.layout.box import Listed
+from hpcdist.layout.box import Ints, Listed
 from hpcdist.runtime.background import join_uploads
 from hpcdist.staging.arguments import flatten, hdf5_path, shape_and_dtype
 from hpcdist.staging.drivers import PartFile
 from hpcdist.staging.pieces import outgoing, piece_limit
 from hpcdist.staging.reader import NAPS, OpenFiles, TensorReader, open_files
 from hpcdist.staging.save import wait_for
-from hpcdist.staging.writer import WINDOW, RankWriter, SaveOptions, Target
+from hpcdist.staging.writer import WINDOW, RankWriter, SaveOptions, Target, with_tables
 from hpcdist.tensors.storage import written
 from hpcdist.validation import local
 
@@ -290,7 +290,6 @@ class HDF5Writer(_OneFile, StorageWriter):
         super().__init__(path, window)
         self._options = SaveOptions("posix", window, resume, progress=progress)
         self._target: Target | None = None
-        self._firsts: list[dict[MetadataIndex, int]] = []
         self._end: weakref.finalize[..., HDF5Writer] | None = None  # gives up the file if the writer is dropped
 
     def __getstate__(self) -> dict[str, Any]:
@@ -335,45 +334,51 @@ class HDF5Writer(_OneFile, StorageWriter):
             raise refusal(ValueError, "HD419", _CACHED)
         if (earlier := _unfinished.pop(self._path, None)) is not None:
             earlier()
-        datasets, self._firsts = plan_file(plans, self._options.window)
-        self._target = Target(self._path, datasets, self._options)
+        datasets, rows = plan_file(plans, self._options.window)
+        self._target = Target(self._path, [*datasets, table_of(datasets)], self._options)
         laid = self._target.lay_out()
         self._end = _unfinished[self._path] = weakref.finalize(self, self._target.discard)
-        starts = dict(zip((d.name for d in datasets), laid.data, strict=True))
+        places = with_tables(laid.data, self._target.datasets)
+        starts = dict(zip((d.name for d in datasets), places, strict=False))
         # On one host, all ranks write into one cache. Clients of a shared file system may write back whole pages: of
         # several hosts, only the coordinator writes pages that a run of an item does not fill.
         page = laid.page if len({plan.storage_data for plan in plans}) > 1 else 1
         laid = replace(laid, data=[], page=page)
-        works = [(laid, {index.fqn: starts[index.fqn] for index in mine}) for mine in self._firsts]
+        works = [
+            (laid, rank, {index: (*starts[index.fqn], numbers) for index, numbers in mine.items()})
+            for rank, mine in enumerate(rows)
+        ]
         return [replace(plan, storage_data=work) for plan, work in zip(plans, works, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's tensors; send values, the checksums of pieces, and what is left of pages that other hosts
+        """Write this rank's tensors and its rows of the tables; send values, and what is left of pages that other hosts
         write, too, to the coordinator."""
         tensors, datasets, results = list[WriteItem](), list[Dataset](), list[WriteResult]()
         for item in plan.items:
             if (data := item.tensor_data) is not None:
                 tensors.append(item)
-                pieces = Listed.of(_pieces(data, self._options.window), data.size)
-                datasets.append(Dataset(item.index.fqn, tuple(data.size), data.properties.dtype, pieces))
+                datasets.append(Dataset(item.index.fqn, tuple(data.size), data.properties.dtype))
             else:
                 value = planner.resolve_data(item).getvalue()  # type: ignore[union-attr]
                 results.append(WriteResult(item.index, len(value), b64encode(value).decode()))
-        laid, starts = plan.storage_data
+        laid, number, work = plan.storage_data
         file = PartFile(self._path, laid, self._options.window)
-        rank = RankWriter([file], datasets, [(file, starts[d.name]) for d in datasets], self._options)
+        places = [(file, *work[item.index][:2]) for item in tensors]
+        rank = RankWriter([file], datasets, places, self._options, number)
         with closing(rank):
             file.open()
             for k, item in enumerate(tensors):
                 assert item.tensor_data is not None
                 shard = _shard(item, planner.resolve_data(item))
-                origin = tuple(item.tensor_data.chunk.offsets)
-                for row, piece in enumerate(outgoing(shard, [box.relative_to(origin) for box in datasets[k].pieces])):
-                    rank.put(k, row, piece)
+                boxes = _pieces(item.tensor_data, self._options.window)
+                parts = outgoing(shard, [box.relative_to(tuple(item.tensor_data.chunk.offsets)) for box in boxes])
+                for row, box, piece in zip(work[item.index][2].tolist(), boxes, parts, strict=True):
+                    rank.put(k, row, box, piece)
                     if rank.problem is not None:
                         raise FileError(rank.problem)
-                checksums = [rank.written[k, row] for row in range(len(datasets[k].pieces))]
-                results.append(WriteResult(item.index, shard.nbytes, (checksums, file.edges.take())))
+                results.append(WriteResult(item.index, shard.nbytes, None))
+            if tensors:
+                results[-1] = replace(results[-1], storage_data=(rank.write_table(), file.edges.take()))
         sync(Path(laid.path))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -385,17 +390,12 @@ class HDF5Writer(_OneFile, StorageWriter):
         buffer, values = io.BytesIO(), {}
         torch.save(metadata.planner_data, buffer)
         written, edges = [], []
-        numbers = {d.name: i for i, d in enumerate(self._target.datasets)}
-        for mine, firsts in zip(results, self._firsts, strict=True):
-            rows = list[tuple[int, int, int]]()
-            for of in mine:
-                if isinstance(of.storage_data, str):
-                    values[of.index.fqn] = of.storage_data
-                else:
-                    checksums, runs = of.storage_data
-                    rows += [(numbers[of.index.fqn], row, x) for row, x in enumerate(checksums, firsts[of.index])]
-                    edges += runs
-            written.append(np.array(rows, np.uint64).astype(np.int64).reshape(-1, 3))
+        for of in (of for mine in results for of in mine):
+            if isinstance(of.storage_data, str):
+                values[of.index.fqn] = of.storage_data
+            elif of.storage_data is not None:  # a rank's last one
+                written.append(of.storage_data[0])
+                edges += of.storage_data[1]
         checkpoint = json.dumps({"values": values, "planner_data": b64encode(buffer.getbuffer()).decode()})
         try:
             self._target.complete(written, checkpoint.encode(), edges)
@@ -427,20 +427,19 @@ def _pieces(data: TensorWriteData, window: int) -> list[Box]:
     return list(layout.boxes(Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)), limit))
 
 
-def plan_file(plans: Sequence[SavePlan], window: int) -> tuple[list[Dataset], list[dict[MetadataIndex, int]]]:
+def plan_file(plans: Sequence[SavePlan], window: int) -> tuple[list[Dataset], list[dict[MetadataIndex, Ints]]]:
     """Plan a file for the items of all ranks.
 
     Returns:
-        The tensors of the file; and for each rank, by item, the number of its first piece among those of the tensor.
+        The tensors of the file; and for each rank, by item, the rows of its pieces in the table of the tensor.
 
     Raises:
         ValueError: a name that a file cannot have; or shards that do not agree, overlap, or leave something out.
     """
     specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     pieces: dict[str, list[Box]] = {}
-    firsts: list[dict[MetadataIndex, int]] = []
-    for plan in plans:
-        firsts.append({})
+    items: list[tuple[int, MetadataIndex, int, int]] = []
+    for rank, plan in enumerate(plans):
         for item in plan.items:
             if (data := item.tensor_data) is None:
                 continue
@@ -448,17 +447,22 @@ def plan_file(plans: Sequence[SavePlan], window: int) -> tuple[list[Dataset], li
             if specs.setdefault(name, spec) != spec:
                 raise refusal(ValueError, "HD419", f"{name!r} has different shapes or dtypes in the plans of the ranks")
             held = pieces.setdefault(name, [])
-            firsts[-1][item.index] = len(held)
+            first = len(held)
             held += _pieces(data, window)
+            items.append((rank, item.index, first, len(held)))
     flatten(dict.fromkeys(specs))  # checks the names
-    datasets = []
+    datasets, rows = [], dict[str, Ints]()
     for name, (shape, dtype) in specs.items():
         listed = Listed.of(pieces[name], shape)
         if not listed.tile():
             what = f"the shards of the ranks are not the tensor of shape {shape}, once"
             raise refusal(ValueError, "HD213", f"{name!r}: {what}")
-        datasets.append(Dataset(name, shape, dtype, listed))
-    return datasets, firsts
+        ordered, rows[name] = listed.ascending()
+        datasets.append(Dataset(name, shape, dtype, len(listed), ordered.are_runs))
+    found: list[dict[MetadataIndex, Ints]] = [{} for _ in plans]
+    for rank, index, first, end in items:
+        found[rank][index] = rows[index.fqn][first:end]
+    return datasets, found
 
 
 def _shard(item: WriteItem, x: Any) -> Tensor:

@@ -232,7 +232,8 @@ class PartFile:
         """Write bytes at a position of the file, and let the disk start meanwhile."""
         for start in range(0, len(data), _AHEAD):
             plain.write_at(self.fd, place + start, data[start : start + _AHEAD], digest)
-            plain.start_writeback(self.fd, place + start, _AHEAD)
+            if len(data) >= self.map.page:  # else other bytes of the page may follow, and would wait
+                plain.start_writeback(self.fd, place + start, _AHEAD)
 
     def close(self) -> None:
         """Close the file. Closing it again does nothing."""

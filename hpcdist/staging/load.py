@@ -173,10 +173,14 @@ class _Load:
         """The tensors by name, in the order of the files."""
         return self.files.contents.tensors
 
-    def reader(self, key: str) -> TensorReader:
-        """Return a reader of one tensor; what it computes from the table of its pieces is freed with it."""
+    def stored(self, key: str) -> Stored:
+        """A tensor, which is freed with the table of its pieces. Collective if it is read in rounds: all ranks then get
+        the table from rank 0."""
         stored = replace(self.tensors[key])
-        return TensorReader(self.files, stored, self.same["window"], self.same["verify"], self.progress)
+
+        if self.methods[key] == ALONE:
+            return stored
+        return objects.run_on_root(self.team.comm, VERB, stored.with_table)
 
 
 def _parts(call: _Load, problems: list[str]) -> Any:
@@ -221,12 +225,13 @@ def kept(problems: list[str]) -> Iterator[None]:
 
 def _read(call: _Load, key: str, out: Tensor, problems: list[str]) -> None:
     """Read a tensor, of which `out` is this rank's part; keep the errors of this rank. Collective."""
-    reader, wants, me = call.reader(key), call.wants[key], call.team.rank
+    stored, wants, me = call.stored(key), call.wants[key], call.team.rank
+    reader = TensorReader(call.files, stored, call.same["window"], call.same["verify"], call.progress)
     if call.methods[key] == ALONE:
         with kept(problems):
             reader.read(wants[me], out)
         return
-    plan, rows = plan_load(call.tensors[key], wants, reader.window, reader.verify)
+    plan, rows = plan_load(stored, wants, reader.window, reader.verify)
     if reader.verify and rows is None:  # pieces too large for the window: checked on their own
         with kept(problems):
             for number in range(me, len(reader.stored.boxes), call.team.size):
@@ -308,7 +313,7 @@ def _opened(team: Team, verb: str, arguments: Mapping[str, Any]) -> Iterator[_Lo
         RankError: on every rank: see load().
     """
     with agreed(team, verb, lambda: _check(team, **arguments)) as call:
-        call.same, _ = objects.same(team.comm, verb, call.same, call.same, objects.first_difference)
+        call.same = objects.same(team.comm, verb, call.same, call.same, objects.first_difference)
         path, name = str(call.same["path"]), call.same["name"]
         find = lambda: objects.run_on_root(team.comm, verb, lambda: describe(path).chosen(name))  # noqa: E731
         with open_files(find, lambda sees: objects.run_on_all(team.comm, verb, sees)) as call.files:
@@ -415,7 +420,7 @@ def plan_load(
         if len(chosen) < len(pieces):
             pieces = Listed(pieces.offsets[chosen], pieces.shapes[chosen], pieces.shape)
             rows = None if rows is None else chosen
-    return PiecePlan(pieces, block_bounds(len(pieces), size, workers), wants, straight=False), rows
+    return PiecePlan(pieces, block_bounds(len(pieces), size, workers), wants), rows
 
 
 def _fill(call: _Load, problems: list[str]) -> IncompatibleKeys:
@@ -427,8 +432,9 @@ def _fill(call: _Load, problems: list[str]) -> IncompatibleKeys:
     """
     keys, boxes, memory = _match(call)
     apart, shared = dict[str, TensorReader](), dict[str, TensorReader]()
-    for key, held in boxes.items():
-        reader = call.reader(key)
+    tables = objects.run_on_root(call.team.comm, VERB, lambda: [call.tensors[key].with_table() for key in boxes])
+    for (key, held), stored in zip(boxes.items(), tables, strict=True):
+        reader = TensorReader(call.files, stored, call.same["window"], call.same["verify"], call.progress)
         parts = Listed.of([box for _, box, _ in held], reader.stored.shape)
         longest = parts.run_lengths()[0].max(initial=0) * reader.stored.dtype.itemsize
         (apart if reader.stored.raw and longest >= LEAST and parts.tile() else shared)[key] = reader
@@ -552,7 +558,7 @@ def _planned_load(*, group: Any, **arguments: Any) -> Plan:
 
 def _traffic(call: _Load, key: str) -> tuple[int, int, int]:
     """The bytes of a tensor that this rank reads, sends and receives."""
-    stored, wants, me = call.tensors[key], call.wants[key], call.team.rank
+    stored, wants, me = call.stored(key), call.wants[key], call.team.rank
     if call.methods[key] == ALONE:
         return wants[me].size() * stored.dtype.itemsize, 0, 0
     plan, _ = plan_load(stored, wants, call.same["window"], call.same["verify"])

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from hpcdist import layout
 from hpcdist.comm.team import Team
-from hpcdist.formats.contents import Dataset
 from hpcdist.layout import Box
-from hpcdist.layout.box import BoxSequence, Copies, Ints, Listed, Shards, cut_shards, grid, summed
+from hpcdist.layout.box import BoxSequence, Copies, Ints, Listed, Shards, grid, summed
 from hpcdist.process import abort
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import Scratch, as_bytes, bits
@@ -29,6 +28,7 @@ _Views = list[tuple[int, Tensor]]  # by rank
 _MOST_BYTES = 2**63 - 1  # of a file
 _MOST_DIMS = 32  # of HDF5
 MOST_PIECES = 2**20  # of a tensor: each has a row in a table
+_HALF = 2**31
 
 
 def check_shape(shape: Sequence[int], itemsize: int) -> None:
@@ -55,8 +55,25 @@ def check_pieces(shape: Sequence[int], itemsize: int, limit: int) -> None:
 
 
 @dataclass(frozen=True, eq=False)
+class OwnPieces:
+    """The pieces of a tensor that this rank writes, all from its own memory. Nothing here is of other ranks.
+
+    Attributes:
+        pieces: boxes of the whole tensor.
+        first: number of the first one among those of all ranks.
+        count: number of pieces of all ranks.
+        origin: where this rank's box begins.
+    """
+
+    pieces: Listed
+    first: int
+    count: int
+    origin: Ints
+
+
+@dataclass(frozen=True, eq=False)
 class PiecePlan:
-    """How the ranks of a team write one tensor to a file, or read it; the same on every rank.
+    """How the ranks of a team write one tensor to a file, or read it, where data move; the same on every rank.
 
     It lists nothing for all ranks: see :mod:`hpcdist.layout.box`.
 
@@ -64,14 +81,16 @@ class PiecePlan:
         pieces: boxes that are written or read one at a time.
         bounds: rank r writes or reads the pieces ``bounds[r]`` to ``bounds[r + 1]``.
         held: box of the whole tensor that each rank holds, or wants.
-        straight: whether every piece lies in its owner's box, so that no data move between ranks.
     """
 
     pieces: Listed
     bounds: Ints
     held: BoxSequence
-    straight: bool
     _met: dict[int, tuple[Ints, Ints, Ints]] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def count(self) -> int:
+        return len(self.pieces)
 
     @cached_property
     def rounds(self) -> range:
@@ -112,39 +131,63 @@ class PiecePlan:
         return list(zip(owners[low:high].tolist(), rows[low:high].tolist(), strict=True))
 
 
-def plan_save(x: Dataset, dim: int | None, extents: Sequence[int] | Ints, window: int) -> PiecePlan:
-    """Plan how the ranks write a tensor.
+def plan_save(
+    team: Team, shards: Sequence[tuple[tuple[int, ...], torch.dtype, int | None]], window: int
+) -> Iterator[tuple[tuple[int, ...], OwnPieces | PiecePlan]]:
+    """Plan how the ranks write tensors: yield the shape of each whole, and the plan. Collective.
 
-    If a shard is one run of the file, its rank writes it. Otherwise the pieces of the file are divided among the
-    ranks, and each collects the data of its pieces in memory of at most `window` bytes.
+    If a shard is one run of the file, its rank writes it, and needs to know only where it begins: a scan and a sum of a
+    few integers for each tensor. Otherwise the pieces of the file are divided among the ranks, and each collects the
+    data of its pieces in memory of at most `window` bytes. Only for such tensors do ranks get the extents of all.
 
     Args:
-        dim: dimension along which it is cut; None if every rank holds the whole.
-        extents: of the shards along `dim`; an entry, without meaning, for each rank if `dim` is None.
+        shards: for each tensor the shape of this rank's shard, the dtype, and the dim along which it is cut; no dim if
+            every rank holds the whole.
+
+    Raises:
+        ArgumentError: on every rank, from the iterator, if the next tensor cannot be a dataset.
     """
-    size, itemsize = len(extents), x.dtype.itemsize
-    held = Copies(x.shape, size) if dim is None else Shards(x.shape, dim, summed(extents))
-    limit = piece_limit(window, itemsize)
-    joined = dim is None or prod(x.shape[:dim]) == 1 or bool(np.count_nonzero(extents) < 2)
-    if not joined:
-        limit = max(1, min(limit, min(ROUND, window // size) // itemsize))
-    check_pieces(x.shape, itemsize, limit)
-    if joined and isinstance(held, Shards):
-        pieces, bounds = _cut(held, limit)
-        return PiecePlan(pieces, bounds, held, straight=True)
-    whole = grid(x.shape, limit)
-    return PiecePlan(whole, block_bounds(len(whole), size, size), held, straight=joined)
-
-
-def _cut(shards: Shards, limit: int) -> tuple[Listed, Ints]:
-    """The pieces of shards of which each is one run of the file, and which of them belong to each rank."""
-    row, extent = prod(shards.shape[shards.dim + 1 :]), shards.shape[shards.dim]
-    if 0 < row <= limit and prod(shards.shape[: shards.dim]) == 1:
-        return cut_shards(shards, limit // row)
-    whole = grid(shards.shape, limit)  # no piece is longer than an index along dim, or one rank has all
-    if np.count_nonzero(np.diff(shards.displs)) < 2:
-        return whole, len(whole) * np.minimum(shards.displs, 1)
-    return whole, shards.displs * (len(whole) // extent)
+    limits = [piece_limit(window, dtype.itemsize) for _, dtype, _ in shards]
+    mine, extents = np.zeros((len(shards), 3), np.int64), list[int]()
+    for i, (shape, _, dim) in enumerate(shards):
+        if dim is not None and prod(shape[:dim]) != 1:
+            extents.append(shape[dim])
+        elif dim is not None:
+            count = len(grid(shape, limits[i])) if prod(shape) <= limits[i] * MOST_PIECES else 0  # refused below
+            mine[i] = shape[dim] % _HALF, shape[dim] // _HALF, count  # in two parts, because the sum may be too large
+    before, total, table = np.zeros_like(mine), np.empty_like(mine), np.empty((team.size, len(extents)), np.int64)
+    team.comm.Exscan(mine, before)
+    team.comm.Allreduce(mine, total)
+    if extents:
+        team.comm.Allgather(np.array(extents), table)
+    columns = iter(table.T)
+    for i, (shape, dtype, dim) in enumerate(shards):
+        moves, whole, origin = dim is not None and prod(shape[:dim]) != 1, shape, np.zeros(len(shape), np.int64)
+        along = next(columns) if moves else None
+        if dim is not None:
+            extent = int(total[i, 0]) + int(total[i, 1]) * _HALF if along is None else sum(along.tolist())
+            whole = (*shape[:dim], extent, *shape[dim + 1 :])
+        check_shape(whole, dtype.itemsize)
+        alone = along is not None and np.count_nonzero(along) < 2  # one rank has all
+        if along is not None and dim is not None and not alone:
+            limit = max(1, min(limits[i], min(ROUND, window // team.size) // dtype.itemsize))
+            check_pieces(whole, dtype.itemsize, limit)
+            boxes = grid(whole, limit)
+            bounds = block_bounds(len(boxes), team.size, team.size)
+            yield whole, PiecePlan(boxes, bounds, Shards(whole, dim, summed(along)))
+            continue
+        check_pieces(whole, dtype.itemsize, limits[i])
+        boxes = grid(shape, limits[i])
+        rows, first, count = range(len(boxes)), int(before[i, 2]), int(total[i, 2])
+        if dim is None:
+            rows = layout.block_range(len(boxes), team.size, team.rank)
+            first, count = rows.start, len(boxes)
+        elif alone:
+            count = len(grid(whole, limits[i]))
+        else:
+            origin[dim] = int(before[i, 0]) + int(before[i, 1]) * _HALF
+        own = slice(rows.start, rows.stop)
+        yield whole, OwnPieces(Listed(boxes.offsets[own] + origin, boxes.shapes[own], whole), first, count, origin)
 
 
 @lru_cache(maxsize=64)

@@ -221,7 +221,7 @@ class WriteFile:
             return {"path": hdf5_path(path), "window": limit, "tensors": specs}, given
 
         with agreed(team, VERB, check) as (mine, given):
-            same, _ = objects.same(team.comm, VERB, mine, mine, objects.first_difference)
+            same = objects.same(team.comm, VERB, mine, mine, objects.first_difference)
             specs = same["tensors"]
             datasets = [
                 Dataset(name, shape, dtype, attrs=given.get(name, {})) for name, (shape, dtype) in specs.items()
@@ -272,7 +272,8 @@ class WriteFile:
         file.verb = "staging.close"
         try:
             with agreed(file.team, file.verb, lambda: None):
-                file.commit(self._record())
+                file.add_table(self._record())
+                file.commit()
         except BaseException:
             file.drop()
             raise
@@ -283,20 +284,21 @@ class WriteFile:
         mine = [of.table().tobytes() for of in self._written]
         found = objects.all_gather_object(team.comm, mine, file.verb)
         datasets = []
-        for i, dataset in enumerate(file.datasets):
+        for i, dataset in enumerate(file.datasets[:-1]):
             n = len(dataset.shape)
             tables = [np.frombuffer(tables[i], np.int64).reshape(-1, 2 * n + 1) for tables in found]
-            first, own = sum(map(len, tables[: team.rank])), tables[team.rank][:, -1].view(np.uint64)
-            file.written.update({(i, first + k): int(checksum) for k, checksum in enumerate(own)})
-            rows = np.concatenate(tables)
+            rows, first = np.concatenate(tables), sum(map(len, tables[: team.rank]))
             count, pieces = len(rows), Listed(rows[:, :n], rows[:, n:-1], dataset.shape)
+            ordered, places = pieces.ascending()
+            for k in range(first, first + len(tables[team.rank])):
+                file.written[i, int(places[k])] = pieces[k], int(rows[k, -1].view(np.uint64))
             if count > MOST_PIECES:
                 what = f"was written in {count:,} boxes, more than the possible {MOST_PIECES:,}"
                 file.fail(refusal(ValueError, "HD419", f"{dataset.name}: {what}"))
             elif dataset.nbytes() and not pieces.tile():
                 what = f"{int(pieces.sizes.sum()):,} elements were written, expected {prod(dataset.shape):,}, each once"
                 file.fail(refusal(ValueError, "HD419", f"{dataset.name}: {what}"))
-            datasets.append(replace(dataset, pieces=pieces))
+            datasets.append(replace(dataset, count=count, runs=ordered.are_runs))
         return datasets
 
 

@@ -15,11 +15,12 @@ from torch import Tensor
 from hpcdist import activity, layout
 from hpcdist.errors import FileError, reason, refusal
 from hpcdist.formats import plain, torch_files
-from hpcdist.formats.contents import Contents, Slices, Stored
+from hpcdist.formats.contents import Contents, Slices, Stored, Table, boxes_of
 from hpcdist.formats.known import format_of
 from hpcdist.formats.paths import file_errors, open_regular
 from hpcdist.formats.plain import Raw, memory
 from hpcdist.layout import Box
+from hpcdist.layout.box import Listed
 from hpcdist.staging.pieces import incoming, piece_limit
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import bits
@@ -110,12 +111,24 @@ class TensorReader:
     verify: bool | None = None
     progress: Callable[[int], None] | None = None
     _checked: set[int] = field(default_factory=set, init=False)
+    _rows: tuple[int, Table, Listed] = field(init=False)  # the number of the first, the rows, and their boxes
     _library: tuple[int, Slices] | None = field(default=None, init=False)  # for this descriptor
     _part: tuple[int, Raw | Tensor] | None = field(default=None, init=False)  # the last part of a tensor in parts
 
     def __post_init__(self) -> None:
         raw = self.stored.raw
         self.path, self.place = (self.files.contents.path, 0) if raw is None else (raw.path, raw.offset)
+        if self._whole:
+            self._rows = 0, self.stored.table, self.stored.boxes
+
+    @property
+    def _whole(self) -> bool:
+        """Whether the whole table has been read, or there is none; else rows are read with what they describe."""
+        return self.stored.pieces is None or "table" in vars(self.stored)
+
+    def _box(self, row: int) -> Box:
+        first, _, boxes = self._rows
+        return boxes[row - first]
 
     @property
     def fd(self) -> int:
@@ -148,9 +161,15 @@ class TensorReader:
     def _parts(self, want: Box, limit: int) -> list[tuple[Box, int | None]]:
         """Return the parts in which a box is read, of at most `limit` elements; and the piece that each is in, if that
         is checked."""
-        boxes = self.stored.boxes
-        rows = [] if self.verify is False else boxes.intersecting(want).tolist()
-        common = [(row, boxes[row], boxes[row].intersect(want)) for row in rows]
+        rows = list[int]()
+        if self.verify is not False:
+            if not self._whole:
+                assert self.stored.pieces is not None
+                with self._errors():
+                    first, table = self.stored.pieces.within(self.fd, want)
+                self._rows = first, table, boxes_of(table, self.stored.shape)
+            rows = (self._rows[0] + self._rows[2].intersecting(want)).tolist()
+        common = [(row, self._box(row), self._box(row).intersect(want)) for row in rows]
         if not rows or (not self.verify and all(box != piece for _, piece, box in common)):
             return [(box, None) for box in layout.boxes(want, limit)]
         return [
@@ -161,7 +180,7 @@ class TensorReader:
 
     def fill(self, box: Box, row: int | None, target: Tensor) -> None:
         """Read a box into contiguous host memory; the piece `row`, which holds it, is checked."""
-        if row is not None and self.stored.boxes[row] == box:
+        if row is not None and self._box(row) == box:
             self._prove(row, partial(self._read_piece, box, target))
         else:
             if row is not None:
@@ -179,7 +198,7 @@ class TensorReader:
     def check(self, row: int) -> None:
         """Read a piece and compare its checksum, unless that was done before; a FileError if it is damaged."""
         if row not in self._checked:
-            self._prove(row, partial(self._checksum, self.stored.boxes[row]))
+            self._prove(row, partial(self._checksum, self._box(row)))
             self._checked.add(row)
 
     def _checksum(self, box: Box) -> int:
@@ -250,8 +269,7 @@ class TensorReader:
 
     def _prove(self, row: int, read: Callable[[], int]) -> None:
         """Compare the checksum of the data that `read` returns; retry once, because the cache may be out of date."""
-        assert self.stored.pieces is not None
-        entry, box = self.stored.pieces[row], self.stored.boxes[row]
+        entry, box = self._rows[1][row - self._rows[0]], self._box(row)
         with self._errors():
             if read() == int(entry["xxh3_64"]):
                 return

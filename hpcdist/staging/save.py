@@ -33,7 +33,7 @@ from hpcdist.staging.arguments import (
     shard_size,
     target_path,
 )
-from hpcdist.staging.pieces import PiecePlan, check_shape, collect, outgoing, plan_save
+from hpcdist.staging.pieces import OwnPieces, PiecePlan, collect, outgoing, plan_save
 from hpcdist.staging.writer import WINDOW, FileWriter, SaveOptions
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import Scratch, copyable
@@ -204,7 +204,6 @@ def _save_later(team: Team, given: dict[str, Any], buffer: Any) -> Handle[None]:
 
 
 Shards = dict[str, tuple[torch.dtype, int | None, tuple[int, ...]]]
-_Arguments = tuple[dict[str, Any], Shards]
 
 
 @dataclass(frozen=True)
@@ -294,28 +293,33 @@ def _save(team: Team, check: Callable[[], SaveCall]) -> None:
                 _write(file, i, plan, call.tensors[datasets[i].name])
 
 
-def _plan(team: Team, call: SaveCall) -> tuple[list[Dataset], list[PiecePlan]]:
-    """The tensors of the file and how each is written. Collective; the same on all ranks but for the attributes."""
+def _plan(team: Team, call: SaveCall) -> tuple[list[Dataset], list[OwnPieces | PiecePlan]]:
+    """The tensors of the file, the same on all ranks but for the attributes, and how each is written. Collective.
+
+    If no rank's shards have changed since the team's latest save, one digest shows it, and nothing is planned.
+    """
     key = call.same | {f"tensor {name!r}": _described(*shard) for name, shard in call.shards.items()}
-
-    def extents_of(first: _Arguments) -> list[int]:
-        """For each tensor, in rank 0's order, the extent of this rank's shard along its dim; 0 without one."""
-        return [0 if dim is None else call.shards[name][2][dim] for name, (_, dim, _) in first[1].items()]
-
+    basis = call.same["window"], list(call.shards.items())
+    again = team.saved is not None and team.saved[0] == basis
     odd = lambda first, other: objects.first_difference(first[0], other[0])  # noqa: E731
-    shards, extents = objects.same(team.comm, VERB, key, (key, call.shards), odd, extents_of)
-    same, datasets, plans = call.same, list[Dataset](), list[PiecePlan]()
-    try:
-        for (name, (dtype, dim, shape)), along in zip(shards[1].items(), extents.T, strict=True):
-            if dim is not None:
-                shape = (*shape[:dim], sum(along.tolist()), *shape[dim + 1 :])
-            check_shape(shape, dtype.itemsize)
-            x = Dataset(name, shape, dtype, attrs=call.attrs.get(name, {}))
-            plans.append(plan_save(x, dim, along, same["window"]))
-            datasets.append(replace(x, pieces=plans[-1].pieces))
-    except ArgumentError as error:
-        objects.raise_problems(VERB, {0: coded("HD418", f"{name!r} {error}")})
-    return datasets, plans
+    order: Any = objects.same(team.comm, VERB, (again, key), (key, call.shards), odd)[1]
+    if not (again and order is call.shards):  # which is a copy of rank 0's, unless the digests agree
+        team.saved = None
+        given = [(call.shards[name][2], dtype, dim) for name, (dtype, dim, _) in order.items()]
+        planned, names = list[tuple[tuple[int, ...], OwnPieces | PiecePlan]](), list(order)
+        try:
+            planned += plan_save(team, given, call.same["window"])
+        except ArgumentError as error:
+            objects.raise_problems(VERB, {0: coded("HD418", f"{names[len(planned)]!r} {error}")})
+        made = [
+            (Dataset(name, shape, dtype, count=plan.count), plan)
+            for name, (_, dtype, _), (shape, plan) in zip(names, given, planned, strict=True)
+        ]
+        if all(isinstance(plan, OwnPieces) for _, plan in made):
+            team.saved = basis, made
+    else:
+        made = team.saved[1]
+    return [replace(x, attrs=call.attrs.get(x.name, {})) for x, _ in made], [plan for _, plan in made]
 
 
 def _described(dtype: torch.dtype, dim: int | None, shape: tuple[int, ...]) -> str:
@@ -324,22 +328,21 @@ def _described(dtype: torch.dtype, dim: int | None, shape: tuple[int, ...]) -> s
     return f"{dtype} of shape ({', '.join(extents)}), dim {dim}"
 
 
-def _write(file: FileWriter, i: int, plan: PiecePlan, x: Tensor) -> None:
+def _write(file: FileWriter, i: int, plan: OwnPieces | PiecePlan, x: Tensor) -> None:
     """Write one tensor of a file, of which `x` is this rank's box. Collective."""
     team = file.team
-    if plan.straight:
-        rows = plan.rows(team.rank)
-        origin = plan.held[team.rank].offset
-        parts = [plan.pieces[row].relative_to(origin) for row in rows]
-        for row, piece in zip(rows, outgoing(x, parts), strict=True):
-            file.put(i, row, piece)
+    if isinstance(plan, OwnPieces):
+        boxes = list(plan.pieces)
+        parts = outgoing(x, [box.relative_to(plan.origin.tolist()) for box in boxes])
+        for row, (box, piece) in enumerate(zip(boxes, parts, strict=True), plan.first):
+            file.put(i, row, box, piece)
         return
     scratch = Scratch(pinned=not x.is_cpu)
     for round_ in plan.rounds:
         collected = collect(team, plan, x, round_, scratch)
         mine = plan.piece(team.rank, round_)
         if collected is not None and mine is not None:
-            file.put(i, mine, collected)
+            file.put(i, mine, plan.pieces[mine], collected)
 
 
 @dataclass(frozen=True, eq=False)

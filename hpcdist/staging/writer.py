@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,13 @@ from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import FileError, HpcdistError, RankError, coded, reason
 from hpcdist.formats import plain, safetensors
-from hpcdist.formats.contents import Dataset, FileMap
-from hpcdist.formats.hdf5 import table_of
+from hpcdist.formats.contents import Dataset, FileMap, row_checksums, row_dtype
+from hpcdist.formats.hdf5 import add_table, table_of
 from hpcdist.formats.known import format_of
 from hpcdist.formats.paths import Commit, check_target, sync, write_errors
 from hpcdist.formats.plain import memory
 from hpcdist.layout import Box
-from hpcdist.layout.box import Ints, run_starts, runs
+from hpcdist.layout.box import Ints, run_starts, runs, summed
 from hpcdist.staging import drivers
 from hpcdist.staging.drivers import MpioFile, PartFile
 
@@ -84,36 +85,34 @@ class Target:
 
     def complete(
         self,
-        written: Sequence[Ints],
+        written: Iterable[tuple[int, int]],
         checkpoint: bytes | None = None,
         edges: Iterable[tuple[int, bytes]] = (),
     ) -> None:
-        """Write the tables of pieces, and give the file its name.
+        """Write what describes the data, and give the file its name.
 
         Args:
-            written: for each rank the rows (dataset, piece, bits of the checksum) that it has written.
+            written: what :meth:`RankWriter.write_table` has returned on each rank.
             checkpoint: values of the file besides tensors.
             edges: position and bytes of data that no rank has written.
         """
-        commit, tables = self._commit, []
+        commit, (count, checksum) = self._commit, map(sum, zip((0, 0), *written, strict=True))
         assert commit is not None
         with write_errors(self.path):
             with commit.part.open("r+b") as file:
                 for place, data in edges:
                     plain.write_at(file.fileno(), place, memoryview(data))
-            if self.format.checksums:
-                rows = np.concatenate([np.empty((0, 3), np.int64), *written])
-                ranks = np.repeat(np.arange(len(written)), [len(of) for of in written])
-                order = np.argsort(rows[:, 0], kind="stable")
-                bounds = np.searchsorted(rows[order, 0], np.arange(len(self.datasets) + 1))
-                for i, dataset in enumerate(self.datasets):
-                    of = order[bounds[i] : bounds[i + 1]]
-                    if len(np.unique(rows[of, 1])) != len(dataset.pieces):
-                        raise FileError("HD419", f"{self.path}: the ranks have not written all that was planned")
-                    tables.append(table_of(dataset, rows[of, 1], rows[of, 2].view(np.uint64), ranks[of]))
-            self.format.complete(commit.part, self.datasets, tables, checkpoint)
+            if self.format.checksums and count != sum(d.count for d in self.datasets):
+                raise FileError("HD419", f"{self.path}: the ranks have not written all that was planned")
+            self.format.complete(commit.part, self.datasets, checksum % 2**64, checkpoint)
             commit.finish()
             self._commit = None
+
+    def add_table(self) -> int:
+        """Lay out the table, where the pieces were not known before."""
+        assert self._commit is not None
+        with write_errors(self.path):
+            return add_table(self._commit.part, self.datasets[-1])
 
     def discard(self) -> None:
         """Discard the save; the target is unchanged. The unfinished file stays if it may be resumed."""
@@ -126,26 +125,28 @@ class RankWriter:
     """The pieces that one rank writes into files that are laid out already. Nothing here needs another rank.
 
     Args:
-        where: for each dataset its file, and the first byte there.
+        where: for each dataset its file, and the first bytes there of its data and of its table.
+        rank: the number of this rank in the tables.
 
     Attributes:
         datasets: what is written; pieces are numbered by dataset, and within it by row.
         problem: the first error on this rank.
         kept: number of pieces that were in the file already.
-        written: (dataset, row) -> checksum of each piece that is in the file.
+        written: (dataset, row) -> box and checksum of each piece that is in the file.
     """
 
     def __init__(
         self,
         files: Sequence[PartFile],
         datasets: Sequence[Dataset],
-        where: Sequence[tuple[PartFile, int]],
+        where: Sequence[tuple[PartFile, int, int]],
         options: SaveOptions,
+        rank: int,
     ) -> None:
-        self.files, self.datasets, self._where, self._options = files, datasets, where, options
+        self.files, self.datasets, self._where, self._options, self._rank = files, datasets, where, options, rank
         self.problem: str | None = None
         self.kept = 0
-        self.written: dict[tuple[int, int], int] = {}
+        self.written: dict[tuple[int, int], tuple[Box, int]] = {}
 
     def close(self) -> None:
         """Close the files, and free the kept bytes."""
@@ -153,14 +154,14 @@ class RankWriter:
             file.close()
             file.edges.close()
 
-    def put(self, i: int, row: int, piece: Tensor) -> None:
+    def put(self, i: int, row: int, box: Box, piece: Tensor) -> None:
         """Write a piece from contiguous host memory; keep a failure. Pieces of an earlier run are not written again."""
         if self.problem is None:
             try:
                 digest = plain.digest() if self._where[i][0].checksums else None
-                self.kept += self.write(i, self.datasets[i].pieces[row], memory(piece), digest)
+                self.kept += self.write(i, box, memory(piece), digest)
                 if digest is not None:
-                    self.written[i, row] = digest.intdigest()
+                    self.written[i, row] = box, digest.intdigest()
             except Exception as error:
                 self.fail(error)
         self.report(piece.nbytes)
@@ -174,10 +175,44 @@ class RankWriter:
         Raises:
             OSError: it cannot be written.
         """
-        file, first = self._where[i]
+        file, first, _ = self._where[i]
         size = self.datasets[i].dtype.itemsize
         nbytes = runs(box, self.datasets[i].shape)[0] * size
-        cuts = file.edges.cut(run_starts(box, self.datasets[i].shape) * size + first, nbytes)
+        return self._write(file, run_starts(box, self.datasets[i].shape) * size + first, nbytes, data, digest)
+
+    def write_table(self) -> tuple[int, int]:
+        """Write this rank's rows of the tables.
+
+        Returns:
+            The number of rows, and the sum of their checksums.
+        """
+        count, checksum = 0, 0
+
+        def ndim(key: tuple[int, int]) -> int:
+            return len(self.datasets[key[0]].shape)
+
+        for n, of in groupby(sorted(self.written, key=lambda key: (ndim(key), key)), key=ndim):
+            keys = list(of)
+            boxes, digests = zip(*(self.written[key] for key in keys), strict=True)
+            table, size = np.zeros(len(keys), row_dtype(n)), row_dtype(n).itemsize
+            corners = np.array(boxes, np.int64).reshape(len(keys), 2, n) if n else np.array([[[0], [1]]] * len(keys))
+            table["offset"], table["shape"], table["xxh3_64"] = corners[:, 0], corners[:, 1], digests
+            table["rank"] = self._rank
+            sums = row_checksums(table)
+            table["check"] = sums.astype(np.uint32)
+            count, checksum = count + len(keys), checksum + int(sums.sum())
+            places = np.array([self._where[i][2] + row * size for i, row in keys])
+            starts = np.flatnonzero(np.diff(places, prepend=-1) != size)
+            lengths = np.diff(starts, append=len(keys))
+            for length in np.unique(lengths).tolist():  # of runs of the file: many at once
+                begun = starts[lengths == length]
+                rows = table[(begun[:, None] + np.arange(length)).ravel()]
+                self._write(self.files[0], places[begun], length * size, memoryview(rows.tobytes()))
+        return count, checksum
+
+    def _write(self, file: PartFile, places: Ints, nbytes: int, data: memoryview, digest: Any = None) -> bool:
+        """Write runs of `nbytes` each: see write()."""
+        cuts = file.edges.cut(places, nbytes)
         if (cuts[:, 1] == cuts[:, 2]).all():  # many runs at once
             file.edges.add(cuts, data)
             if digest is not None:
@@ -240,6 +275,8 @@ class FileWriter(RankWriter):
         opens_together: bool = False,
     ) -> None:
         self.team, self.verb, self.path = team, verb, path
+        if format_of(path).checksums:
+            datasets = [*datasets, table_of(datasets)]
         self.names = safetensors.divide(path, [d.nbytes() for d in datasets], options.limit)
         self._targets = [Target(name, [datasets[i] for i in rows], options) for name, rows in self.names]  # rank 0's
         try:
@@ -248,13 +285,14 @@ class FileWriter(RankWriter):
             self._discard()
             raise
         files = list[PartFile]()
-        where: dict[int, tuple[PartFile, int]] = {}
+        where: dict[int, tuple[PartFile, int, int]] = {}
         for (name, rows), target, of in zip(self.names, self._targets, laid, strict=True):
             mpio = options.writer == "mpio" and drivers.takes_path(of.path)
             args = name, of, options.window
             files.append(MpioFile(*args, team.comm, target.datasets) if mpio else PartFile(*args))
-            where |= {i: (files[-1], start) for i, start in zip(rows, of.data, strict=True)}
-        super().__init__(files, datasets, [where[i] for i in range(len(datasets))], options)
+            places = with_tables(of.data, target.datasets)
+            where |= {i: (files[-1], *at) for i, at in zip(rows, places, strict=True)}
+        super().__init__(files, datasets, [where[i] for i in range(len(datasets))], options, team.rank)
         try:
             if isinstance(files[0], MpioFile):
                 objects.run_on_all(team.comm, verb, files[0].see)
@@ -269,18 +307,28 @@ class FileWriter(RankWriter):
         except Exception as error:  # reported when the block ends
             self.fail(error)
 
-    def commit(self, datasets: Sequence[Dataset] | None = None) -> None:
-        """Give the file its name, complete and on the disk. Collective.
+    def add_table(self, datasets: Sequence[Dataset]) -> None:
+        """Lay out the table of a file whose pieces, which these have, were not known before. Collective."""
+        self.datasets = self._targets[0].datasets = [*datasets, table_of(datasets)]
+        place = objects.run_on_root(self.team.comm, self.verb, self._targets[0].add_table)
+        places = with_tables([*(at for _, at, _ in self._where[:-1]), place], self.datasets)
+        self._where = [(self.files[0], *of) for of in places]
 
-        Args:
-            datasets: on rank 0, with the pieces in which they have been written, where these were not known before.
+    def commit(self) -> None:
+        """Give the file its name, complete and on the disk. Collective.
 
         Raises:
             RankError: on every rank, if anything failed on any. The target is as it was.
         """
-        held = list(zip(self._where, self.datasets, strict=True))
+        written = 0, 0
+        try:
+            if self.problem is None:
+                written = self.write_table()
+        except Exception as error:
+            self.fail(error)
+        held = [(of, at, d) for (of, at, _), d in zip(self._where, self.datasets, strict=True)]
         for file in self.files:
-            arrays = [(at, at + d.nbytes()) for (of, at), d in held if of is file]
+            arrays = [(at, at + d.nbytes()) for of, at, d in held if of is file]
             problem = file.edges.settle(self.team, arrays, file.write)
             try:
                 file.close()  # MPI-IO may write until then
@@ -289,15 +337,14 @@ class FileWriter(RankWriter):
                 sync(Path(file.map.path))
             except Exception as error:
                 self.fail(error)
-        rows = np.array([(i, row, of) for (i, row), of in self.written.items()], np.uint64)
-        everyone: Any = self.team.comm.gather((self.problem, rows.tobytes()))
+        everyone: Any = self.team.comm.gather((self.problem, written))
         try:
-            step = lambda: self._complete(everyone, datasets or self.datasets)  # noqa: E731
+            step = lambda: self._complete(everyone)  # noqa: E731
             objects.raise_problems(self.verb, objects.run_on_root(self.team.comm, self.verb, step))
         finally:
             self._discard()  # nothing, if it is complete
 
-    def _complete(self, everyone: Sequence[tuple[str | None, bytes]], datasets: Sequence[Dataset]) -> dict[int, str]:
+    def _complete(self, everyone: Sequence[tuple[str | None, tuple[int, int]]]) -> dict[int, str]:
         """Complete all files, on rank 0, or return a rank's error.
 
         Files get their names one after the other, the index last; until then, no index names old and new ones.
@@ -305,13 +352,11 @@ class FileWriter(RankWriter):
         problems = {rank: problem for rank, (problem, _) in enumerate(everyone) if problem}
         if problems:
             return problems
-        written = [np.frombuffer(rows, np.int64).reshape(-1, 3) for _, rows in everyone]
         several, indexed = len(self.names) > 1, self.path.endswith(safetensors.SUFFIX)
         if several and any(os.path.lexists(name) for name, _ in self.names):
             safetensors.replace_form(safetensors.index_of(self.path))
-        for target, (_, rows) in zip(self._targets, self.names, strict=True):
-            target.datasets = [datasets[i] for i in rows]
-            target.complete(written)  # which is nothing, if there are several: they have no checksums
+        for target in self._targets:
+            target.complete([of for _, of in everyone])
         if several:
             safetensors.write_index(self.path, self.datasets, self.names)
         if indexed:
@@ -335,6 +380,12 @@ class FileWriter(RankWriter):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.commit() if error is None else self.drop()
+
+
+def with_tables(places: Sequence[int], datasets: Sequence[Dataset]) -> list[tuple[int, int]]:
+    """Add to the place of each dataset that of its table; the last dataset is the tables."""
+    sizes = summed([d.count * row_dtype(len(d.shape)).itemsize for d in datasets[:-1]]).tolist()
+    return [(place, places[-1] + at) for place, at in zip(places, sizes, strict=False)]
 
 
 def holds(fd: int, place: int, data: memoryview) -> bool:

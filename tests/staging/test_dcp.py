@@ -258,7 +258,8 @@ def test_what_a_failed_save_has_written_is_resumed(step, findings, last, rank, p
         state["sharded"]["rows"].to_local()[0, 0] = 5  # another value: written again
     save(state, path, **options)
     left_out = step == "write_data" and rank == last
-    findings.check(counts[0] > 4 if left_out else counts[0] == (rank == 0), counts)
+    few = range(2, 5) if rank == 0 else [0]  # the value, and rows of the table from the first that differs
+    findings.check(counts[0] > 4 if left_out else counts[0] in few, counts)
     changed = WHOLES["rows"].clone()
     changed[0, 0] = 5
     monkeypatch.setitem(WHOLES, "rows", changed)

@@ -255,11 +255,11 @@ def test_resume(dim, name, driver, world, last, rank, folder, monkeypatch):
     calls, again = [], set()
     put, write = RankWriter.put, RankWriter.write
 
-    def failing(self, i, row, piece):
+    def failing(self, i, row, box, piece):
         if len(calls) == 4:
             self.fail(OSError(errno.EIO, "made up"))
         calls.append(row)
-        put(self, i, row, piece)
+        put(self, i, row, box, piece)
 
     monkeypatch.setattr(RankWriter, "put", failing)
     refused("made up", resume)
@@ -274,12 +274,19 @@ def test_resume(dim, name, driver, world, last, rank, folder, monkeypatch):
     world.comm.Barrier()
     monkeypatch.undo()
 
+    rows = {}
+
+    def numbering(self, i, row, box, piece):
+        rows[box] = row
+        put(self, i, row, box, piece)
+
     def noting(self, i, box, *data):
         if not (kept := write(self, i, box, *data)):
-            again.add(self.datasets[i].pieces.intersecting(box)[0])
+            again.add(rows[box])
         return kept
 
     monkeypatch.setattr(RankWriter, "write", noting)
+    monkeypatch.setattr(RankWriter, "put", numbering)
     with monkeypatch.context() as patch:
         if is_last:
             unreadable = Mock(side_effect=OSError(errno.EIO, "unreadable"))

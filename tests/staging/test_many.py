@@ -1,32 +1,97 @@
-"""What plans by arithmetic bring to ranks: many tensors in any order of names, tables of pieces in any order."""
+"""Tables of many pieces: each rank reads the rows that concern it, finds that some are wrong, and writes its own."""
+
+import sys
 
 import h5py
-import numpy as np
 import pytest
 import torch
-from cases import seal
 
 import hpcdist as hd
 from hpcdist import staging
-from hpcdist.formats.hdf5 import record_dtype
+from hpcdist.formats.contents import PieceTable, row_dtype
+from hpcdist.staging.arguments import flatten
+from hpcdist.staging.pieces import plan_save
+
+module = sys.modules["hpcdist.staging.save"]
 
 
-def test_a_table_of_pieces_in_any_order(findings, world, rank, folder):
-    """Nothing promises that the pieces of a file come in the order of the tensor."""
-    whole, path = torch.arange(40 * 6).view(40, 6), folder / "x.h5"
-    staging.save(path, whole[:0] if rank else whole, window=100)
-    if rank == 0:
-        with h5py.File(path, "r+") as file:
-            rows = file["_hpcdist/pieces"][()].view(record_dtype(2))
-            file["_hpcdist/pieces"][...] = np.random.default_rng(1).permutation(rows).view("u1")
-            file["data"][20, 0] = -1  # not as its checksum says
-        seal(path)
-    world.comm.Barrier()
-    with staging.open(path) as file:
-        for verify in (None, True, False):
-            findings.same(file.read("data", (3, 1), (15, 4), verify=verify), whole[3:18, 1:5], "a box")
-            findings.same(file.read("data", (22, 0), (18, 6), verify=verify), whole[22:], "rows")
-        with pytest.raises(hd.FileError, match="is damaged"):
-            file.read("data", (20, 1), (1, 1), verify=True)
-    got = staging.load(path, dim=1, verify=False)
-    findings.same(got[:20], whole[:20].tensor_split(world.world_size, 1)[rank], "columns")
+def test_the_rows_of_a_box_are_found(findings, world, rank, folder, monkeypatch):
+    """By bisection, in a table of 1,000 rows and more, from any number of ranks."""
+    own, n = 1000 - 100 * rank, world.world_size
+    whole = torch.arange(sum(1000 - 100 * r for r in range(n)) * 6).view(-1, 6)
+    start = sum(1000 - 100 * r for r in range(rank))
+    staging.save(folder / "x.h5", whole[start : start + own], window=48)
+    taken, read = [], PieceTable.read
+
+    def reading(self, fd, first, last):
+        taken.append(last - first)
+        return read(self, fd, first, last)
+
+    monkeypatch.setattr(PieceTable, "read", reading)
+    with staging.open(folder / "x.h5") as file:
+        for first, last in ((0, 1), (500, 517), (len(whole) - 3, len(whole)), (7, 7)):
+            for verify in (None, True):
+                got = file.read("data", (first, 1), (last - first, 4), verify=verify)
+                findings.same(got, whole[first:last, 1:5], f"rows {first} to {last}")
+                findings.check(sum(taken) <= last - first + 30, taken)
+                taken.clear()
+    findings.same(staging.load(folder / "x.h5", dim=None, verify=True), whole, "all")
+
+
+@pytest.mark.parametrize("rows", [20, 200])
+def test_rows_that_are_wrong(rows, findings, world, rank, folder):
+    """Where a row is damaged, moved, or there twice, a reader of that part says so, and no other one."""
+    whole = torch.arange(rows * 6).view(rows, 6)
+    staging.save(folder / "good.h5", whole[:0] if rank else whole, window=48)
+    for kind in ("flipped", "moved", "twice"):
+        path = folder / f"{kind}.h5"
+        if rank == 0:
+            path.write_bytes((folder / "good.h5").read_bytes())
+            with h5py.File(path, "r+") as file:
+                table = file["_hpcdist/pieces"][()].view(row_dtype(2))
+                if kind == "flipped":
+                    table["offset"][10, 0] ^= 1
+                else:
+                    table[[10, 11]] = table[[11, 10]] if kind == "moved" else table[[11, 11]]
+                file["_hpcdist/pieces"][...] = table.view("u1")
+        world.comm.Barrier()
+        with staging.open(path) as file:
+            with pytest.raises(hd.FileError, match=r"table of the pieces of a tensor is damaged.*HD404"):
+                file.read("data", (8, 0), (5, 6))
+            findings.same(file.read("data", (8, 0), (5, 6), verify=False), whole[8:13], "unchecked")
+            if rows > 100:
+                findings.same(file.read("data", (150, 0), (50, 6), verify=True), whole[150:], "elsewhere")
+        with pytest.raises(hd.RankError, match="HD404"):
+            staging.load(path, dim=1, verify=True)
+
+
+def test_each_rank_writes_its_rows(world, rank, findings, folder):
+    """Of many tensors of one piece, and of one of many; a second save like the first has the same rows."""
+    few = {f"t/{i}": torch.full((rank + 1, *(2,) * (i % 3)), i) for i in range(70)}
+    many = {"m": torch.arange(300).view(100, 3) + 300 * rank}
+    for turn in range(3):
+        for name, tensors, window in (("few", few, 2**20), ("many", many, 24)):
+            if turn == 2:
+                tensors = {key: x[rank:] for key, x in tensors.items()}  # another extent on all ranks but the first
+            staging.save(folder / f"{name}.h5", tensors, window=window)
+            with h5py.File(folder / f"{name}.h5") as file:
+                plan = file["_hpcdist/plan"][()].tobytes().decode()
+            findings.check('"runs": true' in plan and len(set(world.comm.allgather(plan))) == 1, plan)
+            got = staging.load(folder / f"{name}.h5", verify=True, dim=None)
+            for key, x in flatten(got).items():
+                parts = world.comm.allgather(tensors[key])
+                findings.same(x, torch.cat(parts), f"{key}, turn {turn}")
+
+
+def test_a_second_save_exchanges_no_extents(world, rank, findings, folder, monkeypatch):
+    """One digest shows that nothing has changed, whatever the values and the path; a change on one rank is seen."""
+    calls = []
+    monkeypatch.setattr(module, "plan_save", lambda *args: calls.append(args) or plan_save(*args))
+    for k, (extent, planned) in enumerate([(3, 1), (3, 0), (3 + (rank == 0), 1), (3 + (rank == 0), 0), (3, 1)]):
+        x = torch.full((extent, 2), k) + torch.arange(extent)[:, None] * 10 + 100 * rank
+        staging.save(folder / f"{k}.h5", {"x": x, "step": torch.tensor(k)}, {"x": 0, "step": None})
+        findings.check(len(calls) == planned, f"save {k}: planned {len(calls)} times")
+        calls.clear()
+        whole = torch.cat(world.comm.allgather(x))
+        findings.same(staging.load(folder / f"{k}.h5", "x", dim=None, verify=True), whole, f"save {k}")
+        findings.same(staging.load(folder / f"{k}.h5", "step", dim=None), torch.tensor(k), "step")

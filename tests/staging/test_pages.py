@@ -48,7 +48,7 @@ def test_each_page_is_written_by_one_rank(seed, world, size, findings, tmp_path,
     expected, copy, dataset = np.zeros(end, np.uint8), _Copy(end), Dataset("x", (end,), torch.uint8)
     file = PartFile(str(tmp_path / "x.h5"), FileMap("x", [0], PAGE), draw.choice((0, 50, 10**6)))
     file.write = copy.write
-    one = RankWriter([file], [dataset], [(file, 0)], SaveOptions())
+    one = RankWriter([file], [dataset], [(file, 0, 0)], SaveOptions(), 0)
     for place, length, rank in runs:
         expected[place : place + length] = np.frombuffer(draw.randbytes(length), np.uint8)
         if rank == world.rank:

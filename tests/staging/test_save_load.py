@@ -94,7 +94,7 @@ def test_the_table_of_pieces(world, findings, folder, monkeypatch):
     whole = whole_of((sum(extents), 3), torch.int64)
     staging.save(folder / "x.h5", part(whole, 0, extents, world.rank), window=400)
     findings.same(by_h5py(folder / "x.h5", "data", torch.int64), whole, "contents")
-    table = describe(str(folder / "x.h5")).tensors["data"].pieces
+    table = describe(str(folder / "x.h5")).tensors["data"].table
     sizes = table["shape"].prod(1)
     findings.check(sizes.max() <= 8 and sizes.sum() == whole.numel(), sizes)
     findings.check({*table["rank"].tolist()} == {r for r, extent in enumerate(extents) if extent}, table["rank"])

@@ -55,7 +55,7 @@ def lead_elsewhere(folder):
         "virtual.h5": ("x", "x is a virtual dataset"),
         "own.h5": ("x", "x is a virtual dataset"),
         "external.h5": ("x", "x has its data in another file ("),
-        "plan.h5": ("x", "plan, tables of pieces or values differ from their checksum"),
+        "plan.h5": ("x", "plan or values differ from their checksum"),
         "link.h5:link": ("link", "link (a link into another file (other.h5), which is not followed)"),
         "link.h5:soft": ("soft", "soft (a link, which is not followed)"),
         "link.h5:folder/x": ("folder/x", "'folder/x'"),
