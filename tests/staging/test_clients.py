@@ -16,7 +16,7 @@ from conftest import WRITERS
 
 import hpcdist as hd
 from hpcdist import staging
-from hpcdist.commands.arrays import OUTPUTS, copy
+from hpcdist.commands.arrays import NO_PIECES, OUTPUTS, copy
 from hpcdist.formats.contents import Dataset
 from hpcdist.runtime.world import team_of
 from hpcdist.staging.writer import SaveOptions
@@ -64,7 +64,7 @@ def test_outputs_of_the_commands(suffix, findings, world, folder):
     for n in (3000, 100_003):
         whole, path = whole_of((n,), torch.float32), str(folder / f"y{n}{suffix}")
         one, read = Dataset("data", (n,), torch.float32), lambda i, box, out: out.copy_(whole[box.slices()])  # noqa: B023
-        made = copy(world, team_of(), "test", path, [one], read, SaveOptions("posix", 9000))
+        made = copy(world, team_of(), "test", path, [(one, NO_PIECES)], read, SaveOptions("posix", 9000))
         findings.check(made[1] == 0, made)
         if world.rank == 0:
             findings.same(load(path, by_library=True), whole, f"{n}")
