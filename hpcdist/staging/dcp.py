@@ -258,6 +258,9 @@ class HDF5Writer(_OneFile, StorageWriter):
     can load it. The file appears under its name when it is complete and on the disk. Until then, even if the job dies,
     the name refers to the old file.
 
+    DCP plans a save on one rank, from what all ranks send. With ``DefaultSavePlanner(enable_plan_caching=True)`` and one
+    HDF5Writer for all saves, ranks send only what has changed since the last save. Loads cannot do so.
+
     Args:
         path: the file to write, in a folder that all ranks share. ``checkpoint_id=`` of dcp.save replaces it. Must
             agree.
@@ -268,9 +271,8 @@ class HDF5Writer(_OneFile, StorageWriter):
 
     Raises:
         CheckpointException: from dcp.save, on every rank. It names the ranks with an error, such as a tensor that a
-            file cannot hold, or a full disk; or the coordinator, if the planner keeps the plans of an earlier save
-            (``enable_plan_caching``). The old file is unchanged. Without `resume`, the unfinished file is removed at
-            the next save to its name, when this writer is dropped, or at the end of the program.
+            file cannot hold, or a full disk. The old file is unchanged. Without `resume`, the unfinished file is
+            removed at the next save to its name, when this writer is dropped, or at the end of the program.
         ValueError: ``use_collectives=False``: the ranks would not agree on the file.
 
     Example::
@@ -290,6 +292,10 @@ class HDF5Writer(_OneFile, StorageWriter):
         super().__init__(path, window)
         self._options = SaveOptions("posix", window, resume, progress=progress)
         self._target: Target | None = None
+        self._plans: list[SavePlan] = []  # on the coordinator, of the latest save, with what was planned from them
+        self._planned: tuple[list[Dataset], list[dict[MetadataIndex, Ints]]] = [], []
+        self._places: list[int] = []
+        self._mine: tuple[list[WriteItem], dict[MetadataIndex, tuple[int, int, Ints]]] | None = None
         self._end: weakref.finalize[..., HDF5Writer] | None = None  # gives up the file if the writer is dropped
 
     def __getstate__(self) -> dict[str, Any]:
@@ -324,17 +330,23 @@ class HDF5Writer(_OneFile, StorageWriter):
         return replace(plan, storage_data=host_identity())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Lay out the file, on the coordinator, and return the place of each rank's data.
+        """Lay out the file, on the coordinator, and return the place of each rank's data, unless it is as before.
 
         DCP does not tell the coordinator that another rank has failed. An unfinished file is removed when the writer is
         used again or dropped, at the next save to this name, which waits for this one, or when the program ends.
         """
         self._give_up()
-        if not all(plan.usable for plan in plans):
+        again = not any(plan.usable for plan in plans)  # else a planner keeps plans, and sends those that have changed
+        if not again:
+            kept = zip(plans, self._plans or plans, strict=True)
+            self._plans = [new if new.usable else old for new, old in kept]
+        if not (self._plans and all(plan.usable for plan in self._plans)):
             raise refusal(ValueError, "HD419", _CACHED)
         if (earlier := _unfinished.pop(self._path, None)) is not None:
             earlier()
-        datasets, rows = plan_file(plans, self._options.window)
+        if not again:
+            self._planned = plan_file(self._plans, self._options.window)
+        datasets, rows = self._planned
         self._target = Target(self._path, [*datasets, table_of(datasets)], self._options)
         laid = self._target.lay_out()
         self._end = _unfinished[self._path] = weakref.finalize(self, self._target.discard)
@@ -342,26 +354,33 @@ class HDF5Writer(_OneFile, StorageWriter):
         starts = dict(zip((d.name for d in datasets), places, strict=False))
         # On one host, all ranks write into one cache. Clients of a shared file system may write back whole pages: of
         # several hosts, only the coordinator writes pages that a run of an item does not fill.
-        page = laid.page if len({plan.storage_data for plan in plans}) > 1 else 1
+        page = laid.page if len({plan.storage_data for plan in self._plans}) > 1 else 1
+        again, self._places = again and laid.data == self._places, laid.data
         laid = replace(laid, data=[], page=page)
+        if again:
+            return [replace(plan, storage_data=(laid, rank, None), usable=True) for rank, plan in enumerate(plans)]
         works = [
             (laid, rank, {index: (*starts[index.fqn], numbers) for index, numbers in mine.items()})
             for rank, mine in enumerate(rows)
         ]
-        return [replace(plan, storage_data=work) for plan, work in zip(plans, works, strict=True)]
+        return [replace(plan, storage_data=work) for plan, work in zip(self._plans, works, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors and its rows of the tables; send values, and what is left of pages that other hosts
         write, too, to the coordinator."""
-        tensors, datasets, results = list[WriteItem](), list[Dataset](), list[WriteResult]()
-        for item in plan.items:
+        laid, number, work = plan.storage_data
+        self._mine = self._mine if work is None else (plan.items, work)
+        if self._mine is None:
+            raise refusal(ValueError, "HD419", _CACHED)
+        items, work = self._mine
+        tensors, datasets, results, nbytes = list[WriteItem](), list[Dataset](), list[WriteResult](), 0
+        for item in items:
             if (data := item.tensor_data) is not None:
                 tensors.append(item)
                 datasets.append(Dataset(item.index.fqn, tuple(data.size), data.properties.dtype))
             else:
                 value = planner.resolve_data(item).getvalue()  # type: ignore[union-attr]
                 results.append(WriteResult(item.index, len(value), b64encode(value).decode()))
-        laid, number, work = plan.storage_data
         file = PartFile(self._path, laid, self._options.window)
         places = [(file, *work[item.index][:2]) for item in tensors]
         rank = RankWriter([file], datasets, places, self._options, number)
@@ -376,9 +395,9 @@ class HDF5Writer(_OneFile, StorageWriter):
                     rank.put(k, row, box, piece)
                     if rank.problem is not None:
                         raise FileError(rank.problem)
-                results.append(WriteResult(item.index, shard.nbytes, None))
-            if tensors:
-                results[-1] = replace(results[-1], storage_data=(rank.write_table(), file.edges.take()))
+                nbytes += shard.nbytes
+            if tensors:  # one result for all of them
+                results.append(WriteResult(tensors[0].index, nbytes, (rank.write_table(), file.edges.take())))
         sync(Path(laid.path))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -393,7 +412,7 @@ class HDF5Writer(_OneFile, StorageWriter):
         for of in (of for mine in results for of in mine):
             if isinstance(of.storage_data, str):
                 values[of.index.fqn] = of.storage_data
-            elif of.storage_data is not None:  # a rank's last one
+            else:
                 written.append(of.storage_data[0])
                 edges += of.storage_data[1]
         checkpoint = json.dumps({"values": values, "planner_data": b64encode(buffer.getbuffer()).decode()})
@@ -417,7 +436,8 @@ def host_identity() -> str:
 
 
 _CACHED = (
-    "the planner uses its plans of an earlier save (enable_plan_caching=True), but HDF5Writer needs those of each save"
+    "the planner keeps its plans of an earlier save (enable_plan_caching=True), of which this HDF5Writer has none; use "
+    "one for all saves, with checkpoint_id="
 )
 
 

@@ -342,16 +342,35 @@ class Caching(dcp.DefaultSavePlanner):
     """torch keeps plans by the name of this class."""
 
 
-def test_a_planner_that_keeps_plans(findings, path):
-    """The save that it makes plans for is as any other; one with plans of an earlier save is refused."""
+def test_a_planner_that_keeps_plans(findings, world, rank, folder, path, monkeypatch):
+    """Other values under another name are not planned again, nor sent; a tensor that changes on one rank is."""
+    planned, written, n = [], [], world.world_size
+    plan_file, write_data = hdf5_dcp.plan_file, HDF5Writer.write_data
+    monkeypatch.setattr(hdf5_dcp, "plan_file", lambda *args: planned.append(rank) or plan_file(*args))
+    monkeypatch.setattr(
+        HDF5Writer, "write_data", lambda self, plan, of: written.append(len(plan.items)) or write_data(self, plan, of)
+    )
+    mesh, writer = DeviceMesh("cpu", list(range(n))), HDF5Writer(path, window=SMALL)
 
-    def saved(value):
+    def saved(k, extents, writer=writer):
+        whole = WHOLES["rows"] + k
+        own = {f"own {r}": torch.full((extents[r],), k + r) for r in range(n)}
+        state = {"x": sharded(whole, mesh, Shard(0)), "n": k, f"own {rank}": own[f"own {rank}"]}
         planner = Caching(enable_plan_caching=True)
-        dcp.save({"x": torch.full((2,), value)}, storage_writer=HDF5Writer(path), planner=planner)
+        dcp.save(state, storage_writer=writer, checkpoint_id=folder / f"{k}.h5", planner=planner)
+        for name, x in {"x": whole, **own}.items():
+            findings.same(staging.load(folder / f"{k}.h5", name, dim=None, verify=True), x, f"{k}: {name}")
+        got = {"n": None}
+        load(got, folder / f"{k}.h5")
+        findings.check(got["n"] == k, got)
 
-    saved(1.0)
-    failure(lambda: saved(2.0), "HD419", [0])
-    findings.same(staging.load(path, "x", dim=None), torch.ones(2), "x")
+    even, longer = [3] * n, [3 + (r == n - 1) for r in range(n)]
+    for k, extents in enumerate((even, even, even, longer, longer)):
+        saved(k, extents)
+    findings.check(planned == ([0, 0] if rank == 0 else []), planned)
+    findings.check([items > 0 for items in written] == [True, False, False, True, False], written)
+    failure(lambda: saved(9, longer, HDF5Writer(path)), "HD419", [0])
+    saved(5, longer)
 
 
 def test_what_is_refused(folder, path):
