@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from functools import partial
 from math import log2
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from time import process_time
+from typing import Any
+from unittest.mock import patch
 
+import h5py
 import numpy as np
 import torch
 from mpi4py import MPI
@@ -35,11 +40,15 @@ from simulated import (
 
 import hpcdist as hd
 from hpcdist.errors import RankError
+from hpcdist.formats.contents import Dataset
+from hpcdist.formats.hdf5 import table_of
+from hpcdist.staging.writer import WINDOW, SaveOptions, Target
 
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path += [str(TESTS / "cluster"), str(TESTS / "helpers")]
 from hosts import Hosts  # noqa: E402
 
+TENSORS, ROW = 2000, 16  # of many tensors; elements of a row, of which each rank has one
 CHECKED = [("concat", 8), ("concat", 2**16), *((case, 2**24) for case in CASES)]
 
 
@@ -102,7 +111,8 @@ def files(machine: Machine) -> Iterator[list[str]]:
             shape[dim] = 2**14 // size
         shard, whole = torch.zeros(shape), [n * (size if i == dim else 1) for i, n in enumerate(shape)]
         with TemporaryDirectory() as folder:
-            hd.staging.save(f"{folder}/saved.h5", torch.zeros(whole), None, group=MPI.COMM_SELF)
+            window = {0: shard.nbytes, 1: WINDOW // size, None: WINDOW}[dim]  # for the pieces that the ranks make
+            hd.staging.save(f"{folder}/saved.h5", torch.zeros(whole), None, window=window, group=MPI.COMM_SELF)
 
             def save() -> None:
                 with suppress(RankError):  # in the end, since no other rank has written its pieces
@@ -121,9 +131,62 @@ def files(machine: Machine) -> Iterator[list[str]]:
                 ]  # fmt: skip
 
 
+def whole_file(folder: str, size: int) -> str:
+    """Write the file of a job that saved many tensors of zeros: each has the data and the table of a real one."""
+    hd.staging.save(f"{folder}/one.h5", torch.zeros(size, ROW), window=4 * ROW, group=MPI.COMM_SELF)
+    with h5py.File(f"{folder}/one.h5") as file:
+        table = file["_hpcdist/pieces"][()].tobytes()
+    datasets = [Dataset(f"layer.{i}.weight", (size, ROW), torch.float32, size) for i in range(TENSORS)]
+    target = Target(f"{folder}/saved.h5", [*datasets, table_of(datasets)], SaveOptions())
+    laid = target.lay_out()
+    with open(laid.path, "r+b") as part:
+        part.seek(laid.data[-1])
+        for _ in datasets:
+            part.write(table)
+    target.complete([(TENSORS * size, 0)])
+    return target.path
+
+
+def many(machine: Machine) -> Iterator[list[str]]:
+    """Yield rows of a table: what rank 0 does to save 2,000 tensors, once and again, and to load its part of them."""
+    shards, planned = {f"layer.{i}.weight": torch.zeros(1, ROW) for i in range(TENSORS)}, list[float]()
+
+    def timed(plan: Callable[..., Any], *args: Any) -> Any:
+        start = process_time()
+        made = plan(*args)
+        planned.append(process_time() - start)
+        return made
+
+    def cost(call: Callable[[], Any]) -> float:
+        start = process_time()
+        call()
+        return process_time() - start
+
+    def peak(call: Callable[[], Any]) -> float:
+        tracemalloc.start()
+        call()
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return most
+
+    with TemporaryDirectory() as folder, ExitStack() as patches:
+        path = whole_file(folder, machine.size)
+        save = partial(hd.staging.save, f"{folder}/new.h5", shards)
+        calls = {"first save": save, "second save": save, "load": partial(hd.staging.load, path)}
+        for module in ("hpcdist.staging.save", "hpcdist.staging.load"):
+            plan = sys.modules[module]._plan  # type: ignore[attr-defined]
+            patches.enter_context(patch(f"{module}._plan", partial(timed, plan)))
+        found = list[float]()
+        for measured in (cost, peak):
+            record(lambda: found.extend([measured(call) for call in calls.values()]), 0, machine)  # noqa: B023
+    for i, name in enumerate(calls):
+        numbers = f"{found[i]:.2f}", f"{1e3 * planned[i]:.0f}", f"{found[i + 3] / 2**20:.1f}"
+        yield [f"{machine.nodes} x {machine.ranks}: {name}", *numbers]
+
+
 def main() -> None:
+    hd.init()
     if MPI.COMM_WORLD.size > 1:
-        hd.init()
         measure(MPI.COMM_WORLD)
         return
     jobs = [Machine(2, 8), Machine(16, 8), Machine(16, 64), Machine(256, 64)]
@@ -137,6 +200,10 @@ def main() -> None:
         "files": (
             "nodes x ranks: call; collectives; messages; sent, KiB; metadata, KiB",
             (row for job in jobs[2:] for row in files(job)),
+        ),
+        "many": (
+            "nodes x ranks: call; CPU time, s; of it planning, ms; memory, MiB",
+            (row for job in jobs[2:] for row in many(job)),
         ),
     }
     for name, (head, rows) in made.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import prod
@@ -26,6 +26,7 @@ from hpcdist.tensors.storage import DTYPES
 UNREADABLE = "cannot be read"  # the first words on what is left out because it is damaged, or its library too old
 Table = np.ndarray[Any, np.dtype[np.void]]
 _FEW = 64  # rows that are read together rather than searched
+_NEAR = 4  # rows before and after those that are guessed
 Slices = Callable[[Box], Tensor]
 """Returns a box of an array as its format's own library reads it: a CPU tensor."""
 
@@ -89,22 +90,29 @@ class PieceTable:
         """
         if not box.size():
             return 0, self.read(fd, 0, 0)
-        first, last = 0, self.count
         end = Box(tuple(o + n - 1 for o, n in zip(*box, strict=True)), box.shape)
         low, high = Listed.of([box, end], self.shape).starts.tolist()
-        if self.runs and last > _FEW:
-            start = lambda row: boxes_of(self.read(fd, row, row + 1), self.shape).starts[0]  # noqa: E731
-            first = max(0, bisect_right(range(last), low, key=start) - 1)
-            last = bisect_right(range(last), high, lo=first, key=start)
-        table = self.read(fd, first, last)
-        boxes = boxes_of(table, self.shape)
-        starts, ends = boxes.starts, boxes.starts + boxes.sizes
-        good = int(boxes.sizes.sum()) == prod(self.shape)
-        if self.runs and last > first:
-            good = bool(starts[0] <= low and high < ends[-1] and (starts[1:] == ends[:-1]).all())
-        if not good:
-            raise self._damaged()
-        return first, table
+        for first, last in self._ranges(fd, low, high):
+            table = self.read(fd, first, last)
+            boxes = boxes_of(table, self.shape)
+            starts, ends = boxes.starts, boxes.starts + boxes.sizes
+            good = int(boxes.sizes.sum()) == prod(self.shape)
+            if self.runs and last > first:
+                good = bool(starts[0] <= low and high < ends[-1] and (starts[1:] == ends[:-1]).all())
+            if good:
+                return first, table
+        raise self._damaged()
+
+    def _ranges(self, fd: int, low: int, high: int) -> Iterator[tuple[int, int]]:
+        """Rows that may describe the elements `low` to `high`: first a guess, as if all pieces were alike."""
+        if not self.runs or self.count <= _FEW:
+            yield 0, self.count
+            return
+        near = [of * self.count // prod(self.shape) for of in (low, high)]
+        yield max(0, near[0] - _NEAR), min(self.count, near[1] + 1 + _NEAR)
+        start = lambda row: boxes_of(self.read(fd, row, row + 1), self.shape).starts[0]  # noqa: E731
+        first = max(0, bisect_right(range(self.count), low, key=start) - 1)
+        yield first, bisect_right(range(self.count), high, lo=first, key=start)
 
     def _damaged(self) -> FileError:
         return FileError("HD404", f"{self.path}: its table of the pieces of a tensor is damaged")

@@ -258,8 +258,8 @@ class HDF5Writer(_OneFile, StorageWriter):
     can load it. The file appears under its name when it is complete and on the disk. Until then, even if the job dies,
     the name refers to the old file.
 
-    DCP plans a save on one rank, from what all ranks send. With ``DefaultSavePlanner(enable_plan_caching=True)`` and one
-    HDF5Writer for all saves, ranks send only what has changed since the last save. Loads cannot do so.
+    DCP plans a save on one rank, from what all ranks send. With ``DefaultSavePlanner(enable_plan_caching=True)`` and
+    one HDF5Writer for all saves, ranks send only what has changed since the last save. Loads cannot do so.
 
     Args:
         path: the file to write, in a folder that all ranks share. ``checkpoint_id=`` of dcp.save replaces it. Must
