@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
+_FEW = 64  # boxes that are compared one by one rather than searched
 
 
 class Box(NamedTuple):
@@ -319,7 +320,7 @@ class Listed(BoxSequence):
 
     def _find(self, box: Box) -> Ints:
         low, high = 0, len(self)
-        if self.are_runs:
+        if high > _FEW and self.are_runs:
             ends = Listed.of([box, Box(tuple(o + n - 1 for o, n in zip(*box, strict=True)), box.shape)], self.shape)
             first, last = ends.starts.tolist()
             low = max(0, int(np.searchsorted(self.starts, first, "right")) - 1)

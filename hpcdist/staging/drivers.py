@@ -100,7 +100,7 @@ class Edges:
         """
         size, ends = self._page, places + nbytes
         first = np.minimum(-(-places // size) * size, ends)
-        return np.stack([places, first, np.maximum(first, ends // size * size), ends], axis=1)
+        return np.array([places, first, np.maximum(first, ends // size * size), ends]).T
 
     def add(self, cuts: Ints, *data: memoryview) -> None:
         """Keep what runs have before and after the pages that they fill: see :meth:`cut`."""

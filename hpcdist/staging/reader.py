@@ -169,7 +169,7 @@ class TensorReader:
                     first, table = self.stored.pieces.within(self.fd, want)
                 self._rows = first, table, boxes_of(table, self.stored.shape)
             rows = (self._rows[0] + self._rows[2].intersecting(want)).tolist()
-        common = [(row, self._box(row), self._box(row).intersect(want)) for row in rows]
+        common = [(row, piece := self._box(row), piece.intersect(want)) for row in rows]
         if not rows or (not self.verify and all(box != piece for _, piece, box in common)):
             return [(box, None) for box in layout.boxes(want, limit)]
         return [
