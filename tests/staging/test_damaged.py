@@ -54,15 +54,15 @@ def write(kind, path):
 
 
 def places(path):
-    """Bytes of a file of which every bit is checked when it is opened."""
+    """Bytes of a file of which every bit is checked when it is opened, those of the tables when all is read."""
     with h5py.File(path) as file:
-        parts = [file[f"_hpcdist/{name}"] for name in ("state", "plan")]
+        parts = [file[f"_hpcdist/{name}"] for name in ("state", "plan", "pieces")]
         records = [range(part.id.get_offset(), part.id.get_offset() + part.size) for part in parts]
     names = re.finditer(rb"weight|_hpcdist|torch_dtype|bfloat16", path.read_bytes())
     heaps = [block.start() for block in re.finditer(rb"FHDB", path.read_bytes())]
     return {
         "the superblock": [*range(48)],
-        "the plan": [at for part in records for at in part],
+        "the plan and the tables": [at for part in records for at in part],
         "names": [at for name in names for at in range(*name.span())],
         "links": [at + i for at in heaps for i in range(512)],
     }
