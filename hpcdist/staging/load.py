@@ -272,7 +272,12 @@ def _check(
         if dim != 0 or any(x is not None for x in (counts, box, out, device)):
             raise ArgumentError("HD419", "into is given together with dim, counts, box, out or device")
         prefix = f"{name.strip('/')}/" if name else ""
-        state = {prefix + key: x for key, x in into.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
+        for key, x in into.state_dict(keep_vars=True).items():
+            if isinstance(x, Tensor) and not key.endswith("_extra_state"):  # which only the module can load
+                state[prefix + key] = x
+        held = {id(x) for x in chain(into.parameters(), into.buffers())}  # now: state_dict() shards those of FSDP2
+        if copies := [key for key, x in state.items() if id(x) not in held]:
+            raise ArgumentError("HD419", f"into.state_dict() has copies, as that of FSDP1: {listed(copies)}")
         if empty := [key for key, x in state.items() if x.is_meta]:
             raise ArgumentError("HD419", f"into is on the meta device, call its to_empty(device=...): {listed(empty)}")
     elif not strict or convert:
@@ -450,7 +455,7 @@ def _match(call: _Load) -> tuple[IncompatibleKeys, _Boxes, _Memory]:
     """
     tensors, state, strict, convert = call.tensors, call.state, call.same["strict"], call.same["convert"]
     common = {key: x for key, x in state.items() if key in tensors}
-    loaded = {id(x) for x in common.values()}  # a file has tied tensors under one name
+    loaded = {id(x): key for key, x in common.items()}  # of tied tensors one is enough, and the last one is read
     missing = [key for key, x in state.items() if id(x) not in loaded]
     memory: _Memory = {key: [] for key in common}
 
@@ -463,7 +468,7 @@ def _match(call: _Load) -> tuple[IncompatibleKeys, _Boxes, _Memory]:
             if there != here or not (convert or kind == own):
                 wrong.append(f"{key} ({kind} of {there}, in the model {own} of {here})")
             torch.empty(1, dtype=kind, device="cpu").to(own)  # raises if torch cannot convert them
-        memory.update({} if wrong else memory_of(common, tensors))
+        memory.update({} if wrong else memory_of({key: common[key] for key in loaded.values()}, tensors))
         return missing if strict else [], wrong, {key: [(box, x.dtype) for box, x in memory[key]] for key in memory}
 
     found = objects.run_on_all(call.team.comm, VERB, compare)
@@ -478,7 +483,7 @@ def _match(call: _Load) -> tuple[IncompatibleKeys, _Boxes, _Memory]:
         if text and (rank == 0 or (gone, wrong) != found[0][:2]):
             problems[rank] = coded("HD408", f"{call.same['path']}: {text}")
     objects.raise_problems(VERB, problems)
-    return IncompatibleKeys(missing, unexpected), boxes, memory
+    return IncompatibleKeys(missing, unexpected), {key: held for key, held in boxes.items() if held}, memory
 
 
 def _share(
@@ -499,9 +504,10 @@ def _share(
                 piece = scratch.take(box.shape, readers[key].stored.dtype)
                 with kept(problems):
                     readers[key].read(box, piece)
+                pieces_of = {dtype: piece.to(dtype) for dtype in {dtype for *_, dtype in boxes[key]}}
                 for rank, of, dtype in boxes[key]:
                     if (part := box.intersect(of)).size():
-                        sends.append((rank, piece[part.slices(box.offset)].to(dtype)))
+                        sends.append((rank, pieces_of[dtype][part.slices(box.offset)]))
             for of, x in memory.get(key, ()):
                 if (part := box.intersect(of)).size():
                     recvs.append((owner, x[part.slices(of.offset)]))
