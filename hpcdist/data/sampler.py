@@ -213,15 +213,15 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         Raises:
             ValueError: the state is of other data, or these are shuffled in another way.
         """
-        same = {**self.state_dict(), **{name: state.get(name) for name in ("seed", "epoch", "given")}}
-        odd = next((name for name in same if same[name] is None or same[name] != state.get(name)), None)
+        own, free = self.state_dict(), ("seed", "epoch", "given")
+        odd = next((n for n in own if state.get(n) is None or (n not in free and state[n] != own[n])), None)
         if odd is not None:
-            what = f"the state has {odd} {state.get(odd)!r}, where this loader has {same[odd]!r}"
+            what = f"the state has {odd} {state.get(odd)!r}, where this loader has {own[odd]!r}"
             more = "; give keep= and window= as when it was taken" if odd in ("window", "blocks") else ""
             raise refusal(ValueError, "HD419", what + more)
         if not 0 <= index(state["given"]) <= self.samples:
             raise refusal(ValueError, "HD419", f"the state has given {state['given']}, of {self.samples:,} samples")
-        self.seed, self.now, self.given = (index(state[name]) for name in ("seed", "epoch", "given"))
+        self.seed, self.now, self.given = (index(state[name]) for name in free)
         self._rest, self._loaded = {self.now: self.given}, self.given < self.samples
         self.next_epoch = self.now + (self.given >= self.samples)
 

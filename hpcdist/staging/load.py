@@ -88,11 +88,12 @@ def load(
             device; optional on each rank. If the call fails, its contents are undefined.
         device: device of the result, without `out`; the CPU by default.
         into: a model, whose parameters and persistent buffers are filled, instead of `dim`, `counts`, `box`, `out` and
-            `device`. They may be tensors or DTensors, as of FSDP2 and tensor parallelism, on meshes of any dims, but
-            not on the meta device: call ``model.to_empty(device=...)`` before. Each byte of the file is read once. On
-            all ranks or on none. If the call fails while it reads, the contents of the model are undefined.
-        strict: whether `into` and the file must have the same names. One of the names of tied tensors is enough. Must
-            agree.
+            `device`. They may be tensors or DTensors, as of FSDP2 and tensor parallelism, but not copies, as of FSDP1,
+            nor on the meta device: call ``model.to_empty(device=...)`` before. Of DDP, pass ``model.module``. Each byte
+            of the file is read once. On all ranks or on none. If the call fails while it reads, the contents of the
+            model are undefined.
+        strict: whether `into` and the file must have the same names. One of the names of tied tensors is enough; of
+            several, the last is read. Must agree.
         convert: whether to convert values to the dtypes of `into`; without it, other dtypes are an error. Must agree.
         window: bytes of host memory that a rank may use besides the result, 256 MiB by default. Must agree.
         verify: True: compare the checksum of every piece that is read at least in part; None: of pieces that are read
@@ -130,7 +131,8 @@ def load(
     with _opened(team, VERB, arguments) as call:
         result = _parts(call, problems) if into is None else _fill(call, problems)
         found = enumerate(objects.all_gather_object(team.comm, problems[:1], VERB))
-        objects.raise_problems(VERB, {rank: texts[0] for rank, texts in found if texts})
+        left = "" if into is None else "; into is incomplete"
+        objects.raise_problems(VERB, {rank: texts[0] + left for rank, texts in found if texts})
     return result
 
 
@@ -277,7 +279,7 @@ def _check(
                 state[prefix + key] = x
         held = {id(x) for x in chain(into.parameters(), into.buffers())}  # now: state_dict() shards those of FSDP2
         if copies := [key for key, x in state.items() if id(x) not in held]:
-            raise ArgumentError("HD419", f"into.state_dict() has copies, as that of FSDP1: {listed(copies)}")
+            raise ArgumentError("HD419", f"into.state_dict(keep_vars=True) has copies, as of FSDP1: {listed(copies)}")
         if empty := [key for key, x in state.items() if x.is_meta]:
             raise ArgumentError("HD419", f"into is on the meta device, call its to_empty(device=...): {listed(empty)}")
     elif not strict or convert:

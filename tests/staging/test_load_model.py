@@ -284,7 +284,7 @@ def test_a_model_whose_state_is_a_copy(findings, size, folder):
             return torch.ones(3)
 
     path = write_folder(folder / "x", {name: WHOLES[name] for name in ("rows", "few")})
-    text = "into.state_dict() has copies, as that of FSDP1: rows, few, tied [HD419]"
+    text = "has copies, as of FSDP1: rows, few, tied [HD419]"
     refused(text, staging.load, path, into=Copying(names=["rows", "few"]), ranks=range(size))
     Copying.state_dict = Model.state_dict
     model = Copying(names=["rows", "few"])
@@ -358,6 +358,6 @@ def test_a_failed_read(rank, last, folder, mesh_of, monkeypatch):
         monkeypatch.setattr(TensorReader, "fill", lambda *_: 1 / 0)
     path = write_folder(folder / "x", WHOLES)
     for make in (unsharded, fsdp):
-        refused("division by zero", staging.load, path, into=make(mesh_of), ranks=[last])
+        refused("division by zero [HD402]; into is incomplete", staging.load, path, into=make(mesh_of), ranks=[last])
     monkeypatch.undo()
     goes_on()
