@@ -510,6 +510,21 @@ def test_what_a_peek_leaves(comm, files, batches, findings):
     findings.check(third.next_epoch == 1 and not batches.numbers(third, 0), "the end")
 
 
+@several_ranks
+def test_a_loader_that_is_dropped_in_a_loop(comm, files, batches, findings):
+    """The next one frees its communicators, of which MPI has some thousands."""
+    data = opened(files, comm, "node")
+    loader = hd.data.Loader(data, 2)
+    team = loader._team
+    for _ in loader:
+        break
+    del loader
+    while not team.background.worker.idle:
+        time.sleep(0.01)
+    batches(data, 2)
+    findings.check(team.freed, "the dropped one")
+
+
 def test_loaders_that_end(comm, files, batches, findings):
     """Closed, or dropped, they keep nothing; a state loaded in a loop ends the loop."""
     data = opened(files, comm, "file")
