@@ -96,10 +96,10 @@ class Worker:
                 self._thread = None
 
     def stop(self) -> None:
-        """End the thread after all calls."""
+        """End the thread after all calls; without waiting, if one of them drops what owns the worker."""
         thread = self._thread
         self.abandon()
-        if thread is not None:
+        if thread not in (None, threading.current_thread()):
             thread.join()
 
 

@@ -198,8 +198,8 @@ class Dataset(torch.utils.data.Dataset[Any]):
         if isinstance(which, slice):
             return self[range(*which.indices(self._n))]
         given = np.asarray(which)
-        if given.size and given.dtype.kind not in "iu":
-            raise refusal(TypeError, "HD419", f"samples are chosen by integers, got {given.dtype}")
+        if given.ndim > 1 or (given.size and given.dtype.kind not in "iu"):
+            raise refusal(TypeError, "HD419", f"samples are chosen by integers, got {given.ndim}-d {given.dtype}")
         wanted = np.atleast_1d(given).astype(np.int64)
         if ((wanted < -self._n) | (wanted >= self._n)).any():  # the end, where Python's own iteration looks for it
             raise refusal(IndexError, "HD419", f"sample {which} of {self._n:,}")

@@ -32,6 +32,7 @@ from hpcdist.validation.local import ArgumentError
 
 VERB = "data.Loader"
 WINDOW = 2**30  # bytes
+_left: list[tuple[Any, Team]] = []  # of loaders that were dropped in a loop; the next loader frees them
 _RAGGED = ("list", "nested", "padded")
 
 
@@ -96,6 +97,9 @@ class Loader(Sampler):
             raise refusal(TypeError, "HD419", f"data is a {type(data).__name__}, expected what data.open() returns")
         if data.team.freed:
             raise refusal(ValueError, "HD419", "the world in which data were opened has ended")
+        dropped, _left[:] = _left[:], []
+        for comm, team in dropped:
+            _end(comm, team, None)
         own: dict[str, Any] = {"split_batches": split_batches, "shuffle": shuffle, "drop_last": drop_last, "even": even}
 
         def check() -> dict[str, Any]:
@@ -251,10 +255,14 @@ class Loader(Sampler):
 
 def _end(comm: Any, team: Team, files: _Files | None) -> None:
     """Free what a loader has. Nothing is communicated, and a rank that still has to tell others something keeps it."""
-    if not team.freed and team.background.worker.idle:
-        if files is not None:
-            files.close()
-        comm.Free()
+    if team.freed:
+        return
+    if not team.background.worker.idle:
+        _left.append((comm, team))
+        return
+    if files is not None:
+        files.close()
+    comm.Free()
 
 
 class _Files:

@@ -84,8 +84,8 @@ class Epoch:
     def __init__(self, order: Order, rank: int, size: int, whole: int, begun: int, end: int, pad: bool) -> None:
         self.order, self.end, self._begun, self._pad = order, end, begun, pad
         self._rank, self._size, self._whole = rank, size, whole
-        self._own = np.arange(whole * rank // size, whole * (rank + 1) // size)
-        self._rows = max(1, _AT_ONCE // len(self._own))
+        self._own = whole * rank // size, whole * (rank + 1) // size
+        self._rows = max(1, _AT_ONCE * size // whole)
         self._several = lru_cache(1)(self._compute)
 
     def parts(self, given: int) -> list[Ints]:
@@ -106,7 +106,7 @@ class Epoch:
         """The samples of several batches of this rank at once, a row for each."""
         begin, step = self._begun + self._whole * self._rows * number, self._whole
         first = np.arange(begin, min(begin + step * self._rows, self.end), step)[:, None]
-        return self.order(np.minimum(first + self._own, self.end - 1))
+        return self.order(np.minimum(first + np.arange(*self._own), self.end - 1))
 
 
 class Sampler(torch.utils.data.Sampler[list[int]]):
@@ -155,8 +155,8 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
     ) -> None:
         team = world.team_of(group)
         self.rank, self.size = team.rank, team.size
-        self.samples = data if isinstance(data, int) else len(data)
-        self.seed, self.shuffle, self.drop_last, self.even = integer("seed", seed), shuffle, drop_last, even
+        self.samples = len(data) if hasattr(data, "__len__") else integer("data", data)
+        self.seed, self.shuffle, self.drop_last, self.even = integer("seed", seed), bool(shuffle), drop_last, even
         size = integer("batch_size", batch_size) * (1 if split_batches else self.size)
         if size < 1 or self.samples < 0 or (split_batches and size < self.size):
             what = f"batch_size is {batch_size} for {self.samples:,} samples on {self.size} ranks"
@@ -213,15 +213,15 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         Raises:
             ValueError: the state is of other data, or these are shuffled in another way.
         """
-        same = {**self.state_dict(), **{name: state.get(name) for name in ("seed", "epoch", "given")}}
-        odd = next((name for name in same if same[name] is None or same[name] != state.get(name)), None)
+        own, free = self.state_dict(), ("seed", "epoch", "given")
+        odd = next((n for n in own if state.get(n) is None or (n not in free and state[n] != own[n])), None)
         if odd is not None:
-            what = f"the state has {odd} {state.get(odd)!r}, where this loader has {same[odd]!r}"
+            what = f"the state has {odd} {state.get(odd)!r}, where this loader has {own[odd]!r}"
             more = "; give keep= and window= as when it was taken" if odd in ("window", "blocks") else ""
             raise refusal(ValueError, "HD419", what + more)
         if not 0 <= index(state["given"]) <= self.samples:
             raise refusal(ValueError, "HD419", f"the state has given {state['given']}, of {self.samples:,} samples")
-        self.seed, self.now, self.given = (int(state[name]) for name in ("seed", "epoch", "given"))
+        self.seed, self.now, self.given = (index(state[name]) for name in free)
         self._rest, self._loaded = {self.now: self.given}, self.given < self.samples
         self.next_epoch = self.now + (self.given >= self.samples)
 

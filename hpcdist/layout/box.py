@@ -203,7 +203,7 @@ class BoxSequence(ABC):
     def intersecting(self, box: Box) -> Ints:
         """The numbers, ascending, of the boxes that have an element in common with `box`."""
         common = box.intersect(whole(self.shape))
-        return self._find(common) if common.size() else np.empty(0, np.int64)
+        return self._find(common) if len(self) and common.size() else np.empty(0, np.int64)
 
     def __iter__(self) -> Iterator[Box]:
         return (self[i] for i in range(len(self)))

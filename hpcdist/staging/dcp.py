@@ -246,7 +246,10 @@ def memory_of(state: dict[str, Tensor], tensors: Mapping[str, Stored]) -> dict[s
     for item in planner.create_local_plan().items:
         box = Box(tuple(item.storage_offsets), tuple(item.lengths))
         x = planner.resolve_tensor(item)
-        found[item.storage_index.fqn].append((box, local.ready(written(x, x), "out")))
+        try:
+            found[item.storage_index.fqn].append((box, local.ready(written(x, x), "out")))
+        except local.ArgumentError as error:
+            raise local.ArgumentError(f"{item.storage_index.fqn}: {error}") from None
     return found
 
 

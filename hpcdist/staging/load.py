@@ -88,11 +88,12 @@ def load(
             device; optional on each rank. If the call fails, its contents are undefined.
         device: device of the result, without `out`; the CPU by default.
         into: a model, whose parameters and persistent buffers are filled, instead of `dim`, `counts`, `box`, `out` and
-            `device`. They may be tensors or DTensors, as of FSDP2 and tensor parallelism, on meshes of any dims, but
-            not on the meta device: call ``model.to_empty(device=...)`` before. Each byte of the file is read once. On
-            all ranks or on none. If the call fails while it reads, the contents of the model are undefined.
-        strict: whether `into` and the file must have the same names. One of the names of tied tensors is enough. Must
-            agree.
+            `device`. They may be tensors or DTensors, as of FSDP2 and tensor parallelism, but not copies, as of FSDP1,
+            nor on the meta device: call ``model.to_empty(device=...)`` before. Of DDP, pass ``model.module``. Each byte
+            of the file is read once. On all ranks or on none. If the call fails while it reads, the contents of the
+            model are undefined.
+        strict: whether `into` and the file must have the same names. One of the names of tied tensors is enough; of
+            several, the last is read. Must agree.
         convert: whether to convert values to the dtypes of `into`; without it, other dtypes are an error. Must agree.
         window: bytes of host memory that a rank may use besides the result, 256 MiB by default. Must agree.
         verify: True: compare the checksum of every piece that is read at least in part; None: of pieces that are read
@@ -130,7 +131,8 @@ def load(
     with _opened(team, VERB, arguments) as call:
         result = _parts(call, problems) if into is None else _fill(call, problems)
         found = enumerate(objects.all_gather_object(team.comm, problems[:1], VERB))
-        objects.raise_problems(VERB, {rank: texts[0] for rank, texts in found if texts})
+        left = "" if into is None else "; into is incomplete"
+        objects.raise_problems(VERB, {rank: texts[0] + left for rank, texts in found if texts})
     return result
 
 
@@ -277,7 +279,12 @@ def _check(
         if dim != 0 or any(x is not None for x in (counts, box, out, device)):
             raise ArgumentError("HD419", "into is given together with dim, counts, box, out or device")
         prefix = f"{name.strip('/')}/" if name else ""
-        state = {prefix + key: x for key, x in into.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
+        for key, x in into.state_dict(keep_vars=True).items():
+            if isinstance(x, Tensor) and not key.endswith("_extra_state"):  # which only the module can load
+                state[prefix + key] = x
+        held = {id(x) for x in chain(into.parameters(), into.buffers())}  # now: state_dict() shards those of FSDP2
+        if copies := [key for key, x in state.items() if id(x) not in held]:
+            raise ArgumentError("HD419", f"into.state_dict(keep_vars=True) has copies, as of FSDP1: {listed(copies)}")
         if empty := [key for key, x in state.items() if x.is_meta]:
             raise ArgumentError("HD419", f"into is on the meta device, call its to_empty(device=...): {listed(empty)}")
     elif not strict or convert:
@@ -456,7 +463,7 @@ def _match(call: _Load) -> tuple[IncompatibleKeys, _Boxes, _Memory]:
     """
     tensors, state, strict, convert = call.tensors, call.state, call.same["strict"], call.same["convert"]
     common = {key: x for key, x in state.items() if key in tensors}
-    loaded = {id(x) for x in common.values()}  # a file has tied tensors under one name
+    loaded = {id(x): key for key, x in common.items()}  # of tied tensors one is enough, and the last one is read
     missing = [key for key, x in state.items() if id(x) not in loaded]
     memory: _Memory = {key: [] for key in common}
 
@@ -469,7 +476,7 @@ def _match(call: _Load) -> tuple[IncompatibleKeys, _Boxes, _Memory]:
             if there != here or not (convert or kind == own):
                 wrong.append(f"{key} ({kind} of {there}, in the model {own} of {here})")
             torch.empty(1, dtype=kind, device="cpu").to(own)  # raises if torch cannot convert them
-        memory.update({} if wrong else memory_of(common, tensors))
+        memory.update({} if wrong else memory_of({key: common[key] for key in loaded.values()}, tensors))
         return missing if strict else [], wrong, {key: [(box, x.dtype) for box, x in memory[key]] for key in memory}
 
     found = objects.run_on_all(call.team.comm, VERB, compare)
@@ -484,7 +491,7 @@ def _match(call: _Load) -> tuple[IncompatibleKeys, _Boxes, _Memory]:
         if text and (rank == 0 or (gone, wrong) != found[0][:2]):
             problems[rank] = coded("HD408", f"{call.same['path']}: {text}")
     objects.raise_problems(VERB, problems)
-    return IncompatibleKeys(missing, unexpected), boxes, memory
+    return IncompatibleKeys(missing, unexpected), {key: held for key, held in boxes.items() if held}, memory
 
 
 def _share(
@@ -505,9 +512,10 @@ def _share(
                 piece = scratch.take(box.shape, readers[key].stored.dtype)
                 with kept(problems):
                     readers[key].read(box, piece)
+                pieces_of = {dtype: piece.to(dtype) for dtype in {dtype for *_, dtype in boxes[key]}}
                 for rank, of, dtype in boxes[key]:
                     if (part := box.intersect(of)).size():
-                        sends.append((rank, piece[part.slices(box.offset)].to(dtype)))
+                        sends.append((rank, pieces_of[dtype][part.slices(box.offset)]))
             for of, x in memory.get(key, ()):
                 if (part := box.intersect(of)).size():
                     recvs.append((owner, x[part.slices(of.offset)]))

@@ -3,6 +3,8 @@
 import gc
 import pickle
 import re
+import threading
+import time
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -47,7 +49,7 @@ def test_indexing(keep, files):
         assert y.tolist() == expected.tolist(), several
         assert all(map(right, zip(x, y, values, variable, strict=True)))
     assert [int(y) for _, y, *_ in data] == list(range(SAMPLES))  # by Python's own iteration
-    for odd in (torch.tensor([True, False]), [True, False], [0.5]):
+    for odd in (torch.tensor([True, False]), [True, False], [0.5], [[1, 2], [3, 4]]):
         with pytest.raises(TypeError, match="by integers"):
             data[odd]
     for odd in (SAMPLES, -SAMPLES - 1, [0, SAMPLES]):
@@ -73,6 +75,31 @@ def test_a_loader_that_is_dropped_ends_at_once(files):
     del loader
     gc.enable()
     assert left() is None
+
+
+def test_a_loader_that_is_dropped_while_a_batch_is_made(files, capfd):
+    """Its own thread drops it, and frees it without an error."""
+    gate, calls = threading.Event(), []
+
+    def second_waits(batch):
+        calls.append(batch)
+        return batch if len(calls) == 1 or gate.wait(60) else None
+
+    loader = hd.data.Loader(hd.data.open(files, "y", "node"), 7, transform=second_waits)
+    team = loader._team
+    for _ in loader:
+        break
+    left = weakref.ref(loader)
+    del loader
+    assert left() is not None and not team.freed
+    gate.set()
+    while left() is not None:
+        time.sleep(0.01)
+    for _ in range(6000):
+        if team.freed or "Error" in capfd.readouterr().err:
+            break
+        time.sleep(0.01)
+    assert team.freed
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])

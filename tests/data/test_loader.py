@@ -482,6 +482,16 @@ def test_a_sampler_of_ones_own_data(world, size, findings):
     findings.check(list(again) == first, "set_epoch")
 
 
+def test_a_batch_of_all(world, size, findings):
+    """A batch may be larger than the data, and a number of samples be of any kind."""
+    for end in ({"even": "short"}, {"drop_last": True}):
+        sampler = hd.data.Sampler(np.int64(50), 2**50, **end)
+        given = list(sampler)
+        findings.check(len(given) == len(sampler) == ("even" in end), given)
+        numbers = world.comm.allreduce(joined(given))
+        findings.check(sorted(numbers) == list(range(50 * len(sampler))), numbers)
+
+
 def test_what_a_peek_leaves(comm, files, batches, findings):
     """A batch that is looked at, by another iterator, takes none of those that a loaded state has left."""
     data = opened(files, comm, "node")
@@ -498,6 +508,21 @@ def test_what_a_peek_leaves(comm, files, batches, findings):
     third = batches(data, 3, drop_last=True)
     third.load_state_dict(dropping.state_dict())
     findings.check(third.next_epoch == 1 and not batches.numbers(third, 0), "the end")
+
+
+@several_ranks
+def test_a_loader_that_is_dropped_in_a_loop(comm, files, batches, findings):
+    """The next one frees its communicators, of which MPI has some thousands."""
+    data = opened(files, comm, "node")
+    loader = hd.data.Loader(data, 2)
+    team = loader._team
+    for _ in loader:
+        break
+    del loader
+    while not team.background.worker.idle:
+        time.sleep(0.01)
+    batches(data, 2)
+    findings.check(team.freed, "the dropped one")
 
 
 def test_loaders_that_end(comm, files, batches, findings):

@@ -262,6 +262,36 @@ def test_tied_under_either_name(findings, folder):
         findings.same(model.rows.data, WHOLES["rows"], name)
 
 
+def test_tied_under_both_names(findings, world, folder, reads):
+    """Of which the file has different values: all ranks get the last, as by load_state_dict(); only that is read."""
+    path = write_folder(folder / "x", {"rows": WHOLES["rows"], "tied": WHOLES["rows"] + 1})
+    for _ in range(5):
+        model = Model(names=["rows"])
+        reads.clear()
+        findings.check(staging.load(path, into=model) == ([], []), "keys")
+        findings.same(model.rows.data, WHOLES["rows"] + 1, "the last")
+        findings.check(world.comm.allreduce(sum(reads)) == WHOLES["rows"].nbytes, reads)
+
+
+def test_a_model_whose_state_is_a_copy(findings, size, folder):
+    """Filling it would leave the model as it is; what only the module itself can load is left out."""
+
+    class Copying(Model):
+        def state_dict(self, **options):
+            return {name: x.clone() for name, x in super().state_dict(**options).items()}
+
+        def get_extra_state(self):
+            return torch.ones(3)
+
+    path = write_folder(folder / "x", {name: WHOLES[name] for name in ("rows", "few")})
+    text = "has copies, as of FSDP1: rows, few, tied [HD419]"
+    refused(text, staging.load, path, into=Copying(names=["rows", "few"]), ranks=range(size))
+    Copying.state_dict = Model.state_dict
+    model = Copying(names=["rows", "few"])
+    findings.check(staging.load(path, into=model) == ([], []), "keys")
+    findings.same(model.few.data, WHOLES["few"], "few")
+
+
 def test_arguments(rank, last, size, folder):
     """One error on all ranks, from the rank that is wrong."""
     path = write_folder(folder / "x", WHOLES)
@@ -277,7 +307,7 @@ def test_arguments(rank, last, size, folder):
     refused("window is 0", load, into=Model(), window=0, ranks=everyone)
     model = Model()
     model.few = torch.nn.Parameter(torch.zeros(1, 1).expand(1, 9))
-    refused("out overlaps itself", load, into=model if wrong else Model(), ranks=[last])
+    refused("few: out overlaps itself", load, into=model if wrong else Model(), ranks=[last])
     if size > 1:
         refused("convert is", load, into=Model(), convert=wrong, ranks=[last])
         refused("into is", load, **({"into": Model()} if wrong else {}), ranks=[last])
@@ -328,6 +358,6 @@ def test_a_failed_read(rank, last, folder, mesh_of, monkeypatch):
         monkeypatch.setattr(TensorReader, "fill", lambda *_: 1 / 0)
     path = write_folder(folder / "x", WHOLES)
     for make in (unsharded, fsdp):
-        refused("division by zero", staging.load, path, into=make(mesh_of), ranks=[last])
+        refused("division by zero [HD402]; into is incomplete", staging.load, path, into=make(mesh_of), ranks=[last])
     monkeypatch.undo()
     goes_on()
