@@ -297,7 +297,7 @@ def _check(
     target = torch.device("cpu" if device is None else device)
     same = {
         "path": os.fsdecode(path), "name": name,
-        "dim": {str(k): _dim(v) for k, v in dim.items()} if isinstance(dim, Mapping) else _dim(dim),
+        "dim": {k: _dim(dim[k]) for k in sorted(dim)} if isinstance(dim, Mapping) else _dim(dim),
         "counts": counts if counts is None or isinstance(counts, str) else tuple(index(c) for c in counts),
         "window": positive("window", window), "verify": verify, "box": "not given" if box is None else "given",
         "into": "not given" if into is None else "given", "strict": bool(strict), "convert": bool(convert),
@@ -319,8 +319,7 @@ def _opened(team: Team, verb: str, arguments: Mapping[str, Any]) -> Iterator[_Lo
     Raises:
         RankError: on every rank: see load().
     """
-    with agreed(team, verb, lambda: _check(team, **arguments)) as call:
-        call.same = objects.same(team.comm, verb, call.same, call.same, objects.first_difference)
+    with agreed(team, verb, lambda: _check(team, **arguments), lambda call: call.same.items()) as call:
         path, name = str(call.same["path"]), call.same["name"]
         find = lambda: objects.run_on_root(team.comm, verb, lambda: describe(path).chosen(name))  # noqa: E731
         with open_files(find, lambda sees: objects.run_on_all(team.comm, verb, sees)) as call.files:
