@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import tempfile
 import time
 import warnings
@@ -385,6 +386,9 @@ def _make(asked: Asked, implicit: bool = False, program: bool = False) -> World:
     env_timeout, env_cache = os.environ.get("HPCDIST_TIMEOUT"), os.environ.get("HPCDIST_CACHE")
     with starting_mpi(asked.timeout, env_timeout, launcher.described(os.environ)):
         comm = launcher.job(asked.comm, os.environ)
+    if folder := os.environ.get("HPCDIST_FACTS"):
+        abort.facts_file = os.path.join(folder, f"rank-{comm.rank}.json")
+        abort.facts |= {"job": launcher.batch_job(os.environ), "rank": comm.rank, "host": socket.gethostname()}
     if comm.rank == 0:
         torch_names.warn_if_newer()
     trace = asked.trace or os.environ.get("HPCDIST_TRACE") or None
