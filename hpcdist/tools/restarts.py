@@ -27,9 +27,9 @@ from hpcdist.process.streams import printing
 from hpcdist.runtime.commandline import Parser
 
 _STOPPED = 75  # the exit status of a program that stops in time, to be requeued
-_ANSWER = 10.0  # seconds in which a node answers a test, and in which the ranks end after one has failed
+_ANSWER = 10.0  # seconds in which a node answers a test
+_END = 5.0  # seconds in which the ranks end after one has written its facts
 _LOOK = 0.5  # seconds between two looks at the facts
-_ASK = 10.0  # seconds between two questions to Slurm
 _LEAST = 60.0  # seconds of the job that a restart is worth
 
 
@@ -43,12 +43,12 @@ class Supervisor(Namespace):
     checkpoint: Path
     command: list[str]
     folder: Path  # of the facts; all nodes share it
-    told = False  # by a signal, to end
+    told = 0  # the signal to end, if there was one
     child: subprocess.Popen[bytes] | None = None
 
     def pass_on(self, number: int, frame: object) -> None:
         """Pass a signal on to the ranks, and do not start them again."""
-        self.told = True
+        self.told = number
         if self.child is not None:
             self.child.send_signal(number)
 
@@ -114,22 +114,20 @@ class Supervisor(Namespace):
         """Start the ranks, and return their exit status. They are ended where they hang after a failure."""
         variables = (f"HPCDIST_FACTS={self.folder}", f"TORCHELASTIC_RESTART_COUNT={count}")
         self.child = child = subprocess.Popen(["env", *variables, *self.on(nodes, self.command)])
-        failed = asked = time.monotonic()
+        if self.told:  # too early for pass_on()
+            child.send_signal(self.told)
         while child.poll() is None:
             time.sleep(_LOOK)
-            now = time.monotonic()
-            if not any(self.folder.glob("*.json")):
-                failed = now
-            if now - asked > _ASK:
-                asked = now
-                states = ask("sinfo", "-hN", "-o", "%N %T", "-n", ",".join(nodes))
-                if silent := self.silent(re.findall(r"^(\S+) (?:down|fail|\S*\*)", states, re.MULTILINE)):
-                    say(f"no answer from {', '.join(silent)}: the ranks are ended")
-                    failed = now - 2 * _ANSWER
-            if now - failed > _ANSWER:
-                steps = re.findall(r"\S+\.\d+$", ask("squeue", "-hs", "-o", "%i", "-j", self.job), re.MULTILINE)
-                ask("scancel", *steps)  # not the batch step, which has no number
-                (child.kill if now - failed > 1.2 * _ANSWER else child.terminate)()
+            if any(self.folder.glob("*.json")):
+                with suppress(subprocess.TimeoutExpired):
+                    return child.wait(_END)
+                with suppress(
+                    OSError, subprocess.SubprocessError
+                ):  # of Slurm's steps, that of this script has no number
+                    words = ["squeue", "-hs", "-o", "%i", "-j", self.job]
+                    steps = re.findall(r"^\S+\.\d+$", launcher.printed(words), re.MULTILINE)
+                    launcher.printed(["scancel", *steps])
+                child.kill()
         return child.returncode
 
     def silent(self, nodes: Iterable[str]) -> list[str]:
@@ -150,6 +148,7 @@ class Supervisor(Namespace):
             facts = json.loads(file.read_text())
             if facts["job"] != self.job:
                 say(f"{file} is of job {facts['job'] or '(none)'}, and ignored")
+            if facts["job"] != self.job or short(facts["host"]) in map(short, silent):  # which sees others as lost
                 continue
             error, place = facts.get("error", f"exit status {facts.get('status')}"), facts.get("place", "its end")
             say(f"rank {facts['rank']} on {facts['host']}: {error}, at {place}")
@@ -164,13 +163,6 @@ class Supervisor(Namespace):
 def short(host: str) -> str:
     """Return the name of a host without its domain."""
     return host.partition(".")[0]
-
-
-def ask(*words: str) -> str:
-    """Return what a command of the scheduler prints; nothing if it fails."""
-    with suppress(OSError, subprocess.SubprocessError):
-        return launcher.printed([*words])
-    return ""
 
 
 def say(text: str) -> None:

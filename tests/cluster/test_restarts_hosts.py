@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -64,7 +63,7 @@ with hd.init() as world:
 
 @dataclass
 class Went:
-    """How a job went: how it ended, the first steps of its runs, its weights, and seconds from the fault to the next."""
+    """How a job ended, the first steps of its runs, its weights, and seconds from the fault to the next run's step."""
 
     ended: object
     firsts: list
