@@ -279,14 +279,13 @@ def _options(given: Shape, full: Shape) -> Rules:
     yield container or not full.mounts, "mount", " ".join(full.mounts), "expected --apptainer or --pyxis, too"
     batch = full.kind != "interactive"
     at_hand = batch and not container and not full.plain
-    yield at_hand or not full.restarts, "restarts", full.restarts, "not for containers, --plain and kind interactive"
-    yield not full.restarts or not full.stage_env, "restarts", full.restarts, "not with --stage-env"
-    by_srun = full.scheduler != "slurm" or full.launcher == "srun"
-    yield by_srun or not full.restarts, "restarts", full.restarts, "under Slurm, srun must start the ranks"
-    for name in ("spare_nodes", "checkpoint"):
-        value = getattr(full, name)
-        yield full.restarts or not value, name.replace("_", "-"), value, "expected --restarts, too"
     yield at_hand or not full.stage_env, "stage-env", "", "not for containers, --plain and kind interactive"
+    by_srun = full.scheduler != "slurm" or full.launcher == "srun"
+    again = at_hand and by_srun and not full.stage_env
+    lacks = "not for containers, --plain, --stage-env, kind interactive, and Slurm's --launcher mpirun"
+    yield again or not full.restarts, "restarts", full.restarts, lacks
+    needless = "expected at least 1, with --spare-nodes or --checkpoint"
+    yield full.restarts or not (full.spare_nodes or full.checkpoint), "restarts", full.restarts, needless
     yield batch or not full.output, "output", full.output, "salloc, of kind interactive, has no such option"
     yield given.array is None or full.kind == "array", "array", full.array, "it is an option of --kind array"
     requeued = full.kind == "requeue"
