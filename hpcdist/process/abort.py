@@ -57,7 +57,7 @@ only_this_process = False  # job() ends this process alone, and at once
 _status = 0  # the exit status of the SystemExit that ends the program
 end_together = False  # all ranks have agreed to stop: each exits by itself, with any status
 facts: dict[str, Any] = {}  # of this rank's failure, for hpcdist.tools.restarts
-facts_file = ""  # where they are written
+_facts_folder: str | None = None  # where they are written
 temp_files: set[str] = set()  # the files of calls under way, removed if the job ends meanwhile
 _announce: Callable[[], object] | None = None
 _explain: Callable[[], object] | None = None
@@ -115,13 +115,21 @@ def job(status: int, forward: float = _FORWARD_SECONDS) -> NoReturn:
             _exit_now(status)  # MPICH returns, and has its launcher end the processes
 
 
+def report_to(folder: str | None, job: str, rank: int) -> None:
+    """Write the facts of a failure to this folder; None where ``hpcdist restarts`` has not started this job."""
+    global _facts_folder
+    _facts_folder = folder
+    facts.update(job=job, rank=rank, host=socket.gethostname())
+
+
 def write_facts() -> None:
-    """Write the facts of this failure, if ``hpcdist restarts`` has started this job: all of them, or nothing."""
-    if facts_file:
+    """Write the facts of this failure to a file: all of them, or nothing."""
+    if _facts_folder:
         with suppress(OSError):
-            with open(f"{facts_file}.part", "w") as file:
+            name = f"{_facts_folder}/rank-{facts['rank']}"
+            with open(name, "w") as file:
                 json.dump(facts, file)
-            os.replace(file.name, facts_file)
+            os.replace(name, f"{name}.json")
 
 
 def print_error(text: str, stream: TextIO | None = None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import tempfile
 import time
 import warnings
@@ -386,9 +385,6 @@ def _make(asked: Asked, implicit: bool = False, program: bool = False) -> World:
     env_timeout, env_cache = os.environ.get("HPCDIST_TIMEOUT"), os.environ.get("HPCDIST_CACHE")
     with starting_mpi(asked.timeout, env_timeout, launcher.described(os.environ)):
         comm = launcher.job(asked.comm, os.environ)
-    if folder := os.environ.get("HPCDIST_FACTS"):
-        abort.facts_file = os.path.join(folder, f"rank-{comm.rank}.json")
-        abort.facts |= {"job": launcher.batch_job(os.environ), "rank": comm.rank, "host": socket.gethostname()}
     if comm.rank == 0:
         torch_names.warn_if_newer()
     trace = asked.trace or os.environ.get("HPCDIST_TRACE") or None
@@ -549,6 +545,7 @@ def _agree_on(
         options = {"backend": backend, "bind": bind, **stop, "trace": trace is not None}
         return options, deadline(asked.timeout, env_timeout)
 
+    abort.report_to(os.environ.get("HPCDIST_FACTS"), launcher.batch_job(os.environ), comm.rank)
     given = objects.run_on_all(comm, "init", check)
     differences = {rank: objects.first_difference(given[0][0], options) for rank, (options, _) in enumerate(given)}
     objects.raise_problems("init", {rank: text for rank, text in differences.items() if text is not None})

@@ -282,7 +282,7 @@ def _options(given: Shape, full: Shape) -> Rules:
     yield at_hand or not full.stage_env, "stage-env", "", "not for containers, --plain and kind interactive"
     by_srun = full.scheduler != "slurm" or full.launcher == "srun"
     again = at_hand and by_srun and not full.stage_env
-    lacks = "not for containers, --plain, --stage-env, kind interactive, and Slurm's --launcher mpirun"
+    lacks = "not for containers, --plain, --stage-env, kind interactive, Slurm's --launcher mpirun"
     yield again or not full.restarts, "restarts", full.restarts, lacks
     needless = "expected at least 1, with --spare-nodes or --checkpoint"
     yield full.restarts or not (full.spare_nodes or full.checkpoint), "restarts", full.restarts, needless

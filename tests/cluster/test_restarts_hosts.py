@@ -120,3 +120,46 @@ def test_a_training_goes_on_from_its_checkpoint(fault, undisturbed):
     assert went.weights == undisturbed, went.ended.out
     nodes = "node1,node2" if fault == "raise" else "node1,node3"
     assert f"restart 1 of 3, on {nodes}, from model.h5\n" in went.ended.out
+
+
+def test_an_error_of_the_program_ends_the_job():
+    went = train("bug")
+    assert (went.ended.state, went.ended.restarts) == ("FAILED", 0), went.ended.out
+    assert [run for _, run, _ in went.firsts] == [0, 1], went.ended.out
+    assert "the fault is in the program: the same error twice, and nothing saved between the two\n" in went.ended.out
+
+
+def test_a_training_that_stops_in_time_is_requeued_and_restarted():
+    """Both: it fails, starts again, is told to stop, and goes back to the queue."""
+    with Hosts(2) as hosts, Slurm(hosts) as slurm:
+        (hosts.folder / "stops.py").write_text(STOPS)
+        command = ("python", "stops.py")
+        shape = Shape(kind="requeue", nodes=1, spare_nodes=1, ntasks_per_node=2, restarts=3, command=command)
+        (hosts.folder / "job.sbatch").write_text(write(shape))
+        env = {**slurm.mpi_environment(), "PATH": f"{BIN}:{os.environ['PATH']}"}
+        job = slurm.submit("job.sbatch", cwd=hosts.folder, env=env)
+        end = time.monotonic() + 90 * slowness()
+        while not (hosts.folder / "again").exists():
+            assert time.monotonic() < end, slurm.output(job)
+            time.sleep(0.1)
+        slurm.run(["scancel", "--batch", "--signal=USR1", job])
+        ended = slurm.wait(job)
+    assert (ended.state, ended.restarts) == ("COMPLETED", 1), ended.out
+    assert "restart 1 of 3 on node1, from the beginning: checkpoint was not saved\n" in ended.out
+    assert ended.out.count("received SIGUSR1") == 1, ended.out
+
+
+STOPS = """
+import os, sys, time, hpcdist as hd
+with hd.init() as world:
+    if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
+        sys.exit(0)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        raise ValueError("once")
+    while not world.should_stop():
+        open("again", "w").close()
+        time.sleep(0.05)
+    if world.rank == 0:
+        print(world.stop_reason)
+    sys.exit(75)
+"""

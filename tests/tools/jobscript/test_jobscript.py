@@ -222,7 +222,7 @@ MISTAKES = {
     "--restarts -1": "--restarts -1: expected at least 0",
     "--restarts 1 --spare-nodes -1": "--spare-nodes -1: expected at least 0",
     **{
-        f"--restarts 1 {option}": "--restarts 1: not for containers, --plain, --stage-env, kind interactive, and Slurm's"
+        f"--restarts 1 {option}": "--restarts 1: not for containers, --plain, --stage-env, kind interactive"
         for option in ("--plain", "--pyxis x", "--stage-env", "--kind interactive", "--launcher mpirun")
     },
     "--scheduler flux --restarts 1": "--restarts 1: --scheduler flux has no such option",
