@@ -77,18 +77,28 @@ def train(fault, restarts=3, options=(), env=None):
         return _train(hosts, slurm, fault, restarts, options, env or {})
 
 
-def _train(hosts, slurm, fault, restarts, options, env):
+def _folder(hosts):
+    """A folder that the hosts share, with the program."""
     folder = hosts.folder / "job"
     folder.mkdir()
     numbers = f"STEPS, SAVED, AT, FAULTY = {STEPS}, {SAVED}, {AT}, {FAULTY}\n"
     (folder / "train.py").write_text(numbers + TRAIN)
+    return folder
+
+
+def _environment():
+    return {"PATH": f"{BIN}:{os.environ['PATH']}", "HPCDIST_TIMEOUT": f"{5 * slowness():g}"}
+
+
+def _train(hosts, slurm, fault, restarts, options, env):
+    folder = _folder(hosts)
     shape = Shape(
         kind="train", ntasks_per_node=2, restarts=restarts, spare_nodes=1, checkpoint="model.h5",
         command=("python", "train.py", fault),
     )  # fmt: skip
     (folder / "job.sbatch").write_text(write(shape))
-    path = {"PATH": f"{BIN}:{os.environ['PATH']}", "HPCDIST_TIMEOUT": f"{5 * slowness():g}"}
-    job = slurm.submit("job.sbatch", options=options, cwd=folder, env={**slurm.mpi_environment(), **path, **env})
+    env = {**slurm.mpi_environment(), **_environment(), **env}
+    job = slurm.submit("job.sbatch", options=options, cwd=folder, env=env)
     said = folder / "fault"
     if fault in ("power", "wire"):
         end = time.monotonic() + 60 * slowness()
@@ -118,8 +128,9 @@ def test_a_training_goes_on_from_its_checkpoint(fault, undisturbed):
     assert (went.ended.state, went.ended.status, went.ended.restarts) == ("COMPLETED", 0, 0), went.ended.out
     assert went.firsts == [(0, 0, 2), (SAVED, 1, 2)], went.ended.out
     assert went.weights == undisturbed, went.ended.out
-    nodes = "node1,node2" if fault == "raise" else "node1,node3"
-    assert f"restart 1 of 3, on {nodes}, from model.h5\n" in went.ended.out
+    # After a kill, srun ends the other ranks before they can write who is dead: no node is to blame.
+    nodes = "node1, node2" if fault in ("raise", "kill") else "node1, node3"
+    assert f"restart 1 of 3 on {nodes}, from model.h5\n" in went.ended.out
 
 
 def test_an_error_of_the_program_ends_the_job():
@@ -136,7 +147,7 @@ def test_a_training_that_stops_in_time_is_requeued_and_restarted():
         command = ("python", "stops.py")
         shape = Shape(kind="requeue", nodes=1, spare_nodes=1, ntasks_per_node=2, restarts=3, command=command)
         (hosts.folder / "job.sbatch").write_text(write(shape))
-        env = {**slurm.mpi_environment(), "PATH": f"{BIN}:{os.environ['PATH']}"}
+        env = {**slurm.mpi_environment(), **_environment()}
         job = slurm.submit("job.sbatch", cwd=hosts.folder, env=env)
         end = time.monotonic() + 90 * slowness()
         while not (hosts.folder / "again").exists():
@@ -147,6 +158,24 @@ def test_a_training_that_stops_in_time_is_requeued_and_restarted():
     assert (ended.state, ended.restarts) == ("COMPLETED", 1), ended.out
     assert "restart 1 of 3 on node1, from the beginning: checkpoint was not saved\n" in ended.out
     assert ended.out.count("received SIGUSR1") == 1, ended.out
+
+
+def test_a_training_goes_on_under_pbs(undisturbed):
+    """By the mpirun of this environment. What PBS has set is set here."""
+    with Hosts(3) as hosts:
+        folder = _folder(hosts)
+        shape = Shape(
+            kind="train", scheduler="pbs", ntasks_per_node=2, restarts=3, spare_nodes=1, checkpoint="model.h5",
+            command=("python", "train.py", "stop"),
+        )  # fmt: skip
+        (folder / "job.pbs").write_text(write(shape))
+        (folder / "nodes").write_text("".join(f"{name}\n" * 2 for name in hosts.names))
+        env = {**hosts.mpi_environment(), **_environment(), "PBS_JOBID": "7.server", "PBS_O_WORKDIR": str(folder)}
+        job = hosts.start("node1", ["bash", "job.pbs"], folder, {**env, "PBS_NODEFILE": str(folder / "nodes")})
+        done = job.wait(120)
+    assert done.status == 0, done
+    assert re.findall(r"^weights (.*)$", done.out, re.MULTILINE) == undisturbed, done
+    assert "restart 1 of 3 on node1, node3, from model.h5\n" in done.out, done
 
 
 STOPS = """
