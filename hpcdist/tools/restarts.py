@@ -78,12 +78,15 @@ class Supervisor(Namespace):
             nodes = sorted(sorted(hosts, key=lambda host: blames[short(host)])[: self.nodes], key=hosts.index)
             saved, facts = self.saved(), self.folder
             if count:
-                begin = self.checkpoint if saved else f"the beginning: {self.checkpoint} was not saved"
+                begin = (
+                    self.checkpoint
+                    if saved
+                    else f"its beginning, unless it saves something else than {self.checkpoint}"
+                )
                 say(f"restart {count} of {self.restarts} on {', '.join(nodes)}, from {begin}")
             status = self.start(nodes, count)
-            if status in (0, _STOPPED):
-                shutil.rmtree(facts)
             if status in (0, _STOPPED) or self.told:
+                shutil.rmtree(facts)
                 return status
             say(f"the ranks have ended with status {status}")
             left = launcher.time_left({"SLURM_JOB_ID" if self.by_srun() else "PBS_JOBID": self.job})

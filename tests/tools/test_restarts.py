@@ -88,7 +88,7 @@ MISTAKE = """fact 2 node2 '"error": "ValueError: bad step '$count'", "place": "t
 def test_the_same_error_twice_at_the_same_step_is_the_programs(run):
     status, out, started = run(MISTAKE)
     assert (status, started) == (5, ["0 node1,node2", "1 node1,node2"]), out
-    assert "restart 1 of 2 on node1, node2, from the beginning: model was not saved\n" in out
+    assert "restart 1 of 2 on node1, node2, from its beginning, unless it saves something else than model\n" in out
     assert "the fault is in the program: the same error twice, and nothing saved between the two\n" in out
 
 
@@ -141,3 +141,10 @@ def test_under_pbs_mpirun_gets_a_file_of_the_nodes(run):
     tools = {"mpirun": mpirun, "qstat": "exit 1"}
     status, out, started = run("", tools=tools, launch=launch, hosts="a.x,a.x,b.x,b.x,c.x,c.x")
     assert (status, started) == (0, ["a.x", "a.x", "b.x", "b.x"] * 2), out
+
+
+def test_two_hosts_that_go_silent_are_no_fault_of_the_program(run):
+    """Though the others fail at the same line, and nothing was saved."""
+    ranks = f"[ $count = 2 ] || {{ {LOST}; echo node$((2 + count)) >>dead; exit 1; }}"
+    status, out, started = run(ranks, hosts="node1,node2,node3,node4")
+    assert (status, started) == (0, ["0 node1,node2", "1 node1,node3", "2 node1,node4"]), out
