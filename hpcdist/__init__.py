@@ -7,7 +7,7 @@ from hpcdist.process.startup import COMMAND, __version__, require  # noqa: F401
 
 # Commands that run where torch is missing, or spare a shared file system its import. All others get all names at once:
 # an import of this package registers its backend with torch.
-if COMMAND not in ("explain", "stage-env"):
+if COMMAND not in ("explain", "restarts", "stage-env"):
     require()  # before other imports trip over what is too old
 
     from hpcdist import data, layout, staging, torch_names

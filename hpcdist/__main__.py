@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "verify": ("compare a file or folder with its checksums", "hpcdist.commands.listing", "verify"),
     "doctor": ("diagnose this job, and name the fixes", "hpcdist.tools.doctor"),
     "jobscript": ("write a job script for Slurm, PBS, Flux or LSF", "hpcdist.tools.jobscript"),
+    "restarts": ("start the ranks of a job script again after a failure", "hpcdist.tools.restarts"),
     "stage-env": ("copy an environment to every node's own disk, over MPI", "hpcdist.tools.stage_env"),
     "trace": ("report which rank the others waited for, from a run with HPCDIST_TRACE=DIR", "hpcdist.tools.trace"),
     "compare": ("time calls of given shapes, by hand and with hpcdist", "hpcdist.tools.compare"),

@@ -262,7 +262,7 @@ def _lsf_nodes(environ: Mapping[str, str]) -> int:
 
 def _flux_nodes(_: Mapping[str, str]) -> int:
     try:
-        return int(_printed(["flux", "getattr", "size"]))
+        return int(printed(["flux", "getattr", "size"]))
     except (OSError, subprocess.SubprocessError, ValueError):
         return 1
 
@@ -452,7 +452,13 @@ def time_left(environ: Mapping[str, str]) -> float | None:
     return min((left for left in times if left is not None and left < _NO_LIMIT), default=None)
 
 
-def _printed(words: list[str]) -> str:
+def batch_job(environ: Mapping[str, str]) -> str:
+    """Return the ID of this batch job; "" outside of one."""
+    return next((environ[name] for name in _SCHEDULERS if environ.get(name)), "")
+
+
+def printed(words: list[str]) -> str:
+    """Return the output of a command of a scheduler."""
     return subprocess.run(words, capture_output=True, text=True, check=True, timeout=_PATIENCE).stdout.strip()
 
 
@@ -462,7 +468,7 @@ def _of_job(job: str, environ: Mapping[str, str]) -> float | None:
     command, seconds = _SCHEDULERS[job]
     words, text = [*command.split(), environ[job]], ""
     try:
-        text = _printed(words)
+        text = printed(words)
         return seconds(text)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         why = f"the time left of this job is not known ({' '.join(words)}: {text or reason(error)})"

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import atexit
 import io
+import json
 import os
 import re
 import socket
@@ -36,7 +37,7 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn, TextIO
 
 from hpcdist.activity import callsite
-from hpcdist.errors import HpcdistError, RankError, coded, with_hint
+from hpcdist.errors import HpcdistError, RankError, coded, reason, with_hint
 from hpcdist.process.replaced import Replaced
 from hpcdist.process.streams import INTERRUPTED
 
@@ -55,6 +56,8 @@ _reporting = False  # an excepthook is running
 only_this_process = False  # job() ends this process alone, and at once
 _status = 0  # the exit status of the SystemExit that ends the program
 end_together = False  # all ranks have agreed to stop: each exits by itself, with any status
+facts: dict[str, Any] = {}  # of this rank's failure, for hpcdist.tools.restarts
+_facts_folder: str | None = None  # where they are written
 temp_files: set[str] = set()  # the files of calls under way, removed if the job ends meanwhile
 _announce: Callable[[], object] | None = None
 _explain: Callable[[], object] | None = None
@@ -94,6 +97,8 @@ def job(status: int, forward: float = _FORWARD_SECONDS) -> NoReturn:
 
     try:
         _try(_announce)
+        facts["status"] = status
+        write_facts()
         _try(cleanup)
         if threading.current_thread() is threading.main_thread():
             flush()
@@ -108,6 +113,23 @@ def job(status: int, forward: float = _FORWARD_SECONDS) -> NoReturn:
                 MPI.COMM_WORLD.Abort(status)
         finally:
             _exit_now(status)  # MPICH returns, and has its launcher end the processes
+
+
+def report_to(folder: str | None, job: str, rank: int) -> None:
+    """Write the facts of a failure to this folder; None where ``hpcdist restarts`` has not started this job."""
+    global _facts_folder
+    _facts_folder = folder
+    facts.update(job=job, rank=rank, host=socket.gethostname())
+
+
+def write_facts() -> None:
+    """Write the facts of this failure to a file: all of them, or nothing."""
+    if _facts_folder:
+        with suppress(OSError):
+            name = f"{_facts_folder}/rank-{facts['rank']}"
+            with open(name, "w") as file:
+                json.dump(facts, file)
+            os.replace(name, f"{name}.json")
 
 
 def print_error(text: str, stream: TextIO | None = None) -> None:
@@ -187,6 +209,7 @@ class InStep(InTransfer):
 
 def fail(error: BaseException, what: str) -> NoReturn:
     """End the job for an error on this rank alone, after which it cannot go on together with the others."""
+    _note(error, error.__traceback__)
     text = coded("HD607", f"hpcdist: {what}, and the job ends")
     print_error(f"{''.join(traceback.format_exception(error))}{with_hint(text)}")
     try:
@@ -267,12 +290,19 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     global _reporting
     _reporting = True
+    _note(error, trace)
     try:
         _last_hook(kind, error, trace)
     except Exception:  # torch's hook raises where sys.stderr is closed or None
         print_error("".join(traceback.format_exception(kind, error, trace)).rstrip())
     finally:
         _reporting = False
+
+
+def _note(error: BaseException, trace: TracebackType | None) -> None:
+    facts["error"] = f"{type(error).__name__}: {reason(error)}"
+    for frame, _ in traceback.walk_tb(trace):
+        facts["place"] = callsite.place(callsite.outside(frame))
 
 
 def _goes_on() -> bool:

@@ -545,6 +545,7 @@ def _agree_on(
         options = {"backend": backend, "bind": bind, **stop, "trace": trace is not None}
         return options, deadline(asked.timeout, env_timeout)
 
+    abort.report_to(os.environ.get("HPCDIST_FACTS"), launcher.batch_job(os.environ), comm.rank)
     given = objects.run_on_all(comm, "init", check)
     differences = {rank: objects.first_difference(given[0][0], options) for rank, (options, _) in enumerate(given)}
     objects.raise_problems("init", {rank: text for rank, text in differences.items() if text is not None})

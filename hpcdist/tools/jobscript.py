@@ -74,11 +74,11 @@ SCHEDULERS = {
         index="$PBS_ARRAY_INDEX",
     ),
     "flux": Scheduler(
-        *("flux", "flux batch", "#flux:", ("flux",), "FLUX_TASK_LOCAL_ID"), refuses=("mem", "qos", "pyxis")
+        *("flux", "flux batch", "#flux:", ("flux",), "FLUX_TASK_LOCAL_ID"), refuses=("mem", "qos", "pyxis", "restarts")
     ),
     "lsf": Scheduler(
         *("lsf", "bsub <", "#BSUB", ("jsrun", "mpirun"), "JSM_NAMESPACE_LOCAL_RANK", ("array",), False),
-        refuses=("qos", "pyxis"),
+        refuses=("qos", "pyxis", "restarts"),
         index="$LSB_JOBINDEX",
     ),
 }
@@ -130,6 +130,9 @@ class Shape:
     output: str | None = _option(None, "file for the job's output, with the scheduler's patterns")
     name: str | None = _option(None, "name of the job (default hpcdist-KIND)")
     array: str | None = _option(None, "for kind array: 0-3, 1,5,7 or 0-99%%10 (default 0-3; LSF 1-4)")
+    restarts: int = _option(0, "start the ranks again after a failure, so often (Slurm, PBS; default 0)")
+    spare_nodes: int = _option(0, "more nodes, which take the places of those that fail (default 0)")
+    checkpoint: str | None = _option(None, "with --restarts: file or folder that the program saves", metavar="PATH")
     warning: int | None = _option(None, "for kind requeue: seconds before the limit (default 120)")
     launcher: str | None = _option(
         None,
@@ -217,6 +220,8 @@ def _numbers(full: Shape) -> Rules:
     count, ranks = gpus(full), full.ntasks_per_node or 0
     for name, number, least in (
         ("nodes", full.nodes, 1),
+        ("restarts", full.restarts, 0),
+        ("spare-nodes", full.spare_nodes, 0),
         ("gpus-per-node", count, int(full.kind == "gpu")),
         ("ntasks-per-node", ranks, 1),
         ("cpus-per-task", full.cpus_per_task or 0, 1),
@@ -275,6 +280,12 @@ def _options(given: Shape, full: Shape) -> Rules:
     batch = full.kind != "interactive"
     at_hand = batch and not container and not full.plain
     yield at_hand or not full.stage_env, "stage-env", "", "not for containers, --plain and kind interactive"
+    by_srun = full.scheduler != "slurm" or full.launcher == "srun"
+    again = at_hand and by_srun and not full.stage_env
+    lacks = "not for containers, --plain, --stage-env, kind interactive, Slurm's --launcher mpirun"
+    yield again or not full.restarts, "restarts", full.restarts, lacks
+    needless = "expected at least 1, with --spare-nodes or --checkpoint"
+    yield full.restarts or not (full.spare_nodes or full.checkpoint), "restarts", full.restarts, needless
     yield batch or not full.output, "output", full.output, "salloc, of kind interactive, has no such option"
     yield given.array is None or full.kind == "array", "array", full.array, "it is an option of --kind array"
     requeued = full.kind == "requeue"
@@ -342,6 +353,7 @@ def write(shape: Shape, words: Sequence[str] = ()) -> str:
         "directives": [(key, _word(value)) for key, _, value in (text.partition("=") for text in full.directives)],
         "by_gres": _by_gres(full),
         "command": full.command and shlex.join(full.command),
+        "checkpoint": full.checkpoint and shlex.quote(full.checkpoint),
         "written_by": shlex.join(["python", "-m", "hpcdist", "jobscript", *words]),
         "pmis": PMIS,
         "other_pmis": OTHER_PMIS,

@@ -243,6 +243,7 @@ class Watch:
     def _raise(self, thread: int, text: str, why: list[str], reports: Mapping[int, Report]) -> None:
         """Raise in a thread, with the table, and end the job."""
         self._peers.send_all("raise")
+        _note_lost(reports)
         _show(thread, "\n".join([text, table(reports.values(), time.time()), *why]))
         abort.job(1, _JOIN)
 
@@ -328,6 +329,7 @@ class Watch:
         dead = {} if self._stopping or self._peers.ended else self._reporter.dead()
         if not dead:
             return
+        _note_lost(dead)
         abort.print_error(with_hint("hpcdist: " + verdict(_NOTHING, list(dead), dead)))
         reports = self._peers.ask_in_turn(ALARM, _HASTE)
         if reports is not None:
@@ -380,6 +382,13 @@ def save_trace(finished: bool) -> None:
 def _on_end() -> None:
     abort.cleanup()  # first: the launcher may end this process at any time
     save_trace(finished=False)
+
+
+def _note_lost(reports: Mapping[int, Report]) -> None:
+    """Write down which ranks are dead, stopped, or silent with their whole node: the launcher may end this process."""
+    lost = [report for report in reports.values() if report.doing in GONE or not report.known]
+    abort.facts["lost"] = {report.rank: report.host for report in lost}
+    abort.write_facts()
 
 
 def _peers_of(team: int) -> Sequence[int]:

@@ -159,7 +159,7 @@ class Hosts:
     def close(self):
         """End all that runs on the hosts, and remove them, and the shared folder."""
         for name in list(self._holders):
-            self._off(name)
+            self.off(name)
         if hasattr(self, "_switch"):
             self._switch.kill()
             self._switch.communicate()
@@ -288,7 +288,8 @@ class Hosts:
             raise RuntimeError(f"{name or 'the switch'} cannot be set up: is this root, with iproute2 and util-linux?")
         return holder
 
-    def _off(self, name):
+    def off(self, name):
+        """It loses power: all its processes are killed."""
         holder = self._holders.pop(name)
         holder.stdin.close()
         holder.wait(120)  # it ends what is left, by looking at each process of a busy machine

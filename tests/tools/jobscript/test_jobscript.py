@@ -48,6 +48,9 @@ OTHERS = {
     "--ntasks-per-node 4 --constraint 'model==x' --queue q --account p1 --exclusive --directive cwd=/work",
     "cores.flux": "--scheduler flux --bind cores --exclusive --queue pbatch --account p1 --constraint host:n[1-8] "
     "--output out.{{id}} --directive setattr=system.x=1 --time 90",
+    "again.sbatch": "--kind requeue --restarts 3 --spare-nodes 1 --checkpoint 'my model.h5' -- python train.py",
+    "again.pbs": "--kind train --scheduler pbs --restarts 3 --spare-nodes 2 --gpus-per-node 4 -- python train.py",
+    "again-pals.pbs": "--kind array --scheduler pbs --launcher pals --restarts 1",
     "plain.pbs": "--plain --scheduler pbs --launcher pals --gpus-per-node 4 -- python train.py --epochs 3",
     "plain.flux": "--plain --scheduler flux --kind train --conda /envs/torch",
     "plain.lsf": "--plain --scheduler lsf --gpus-per-node 6 --cpus-per-task 7 --module spectrum-mpi --time 1-0",
@@ -216,6 +219,16 @@ MISTAKES = {
     "--scheduler pbs --launcher srun": "--launcher srun: expected one of mpirun, pals",
     "--scheduler pbs --kind array --array 1,5": "--array 1,5: expected indices such as 0-3 or 0-99%10",
     "--scheduler lsf --kind array --array 0-3": "--array 0-3: LSF counts from 1: 1-4",
+    "--restarts -1": "--restarts -1: expected at least 0",
+    "--restarts 1 --spare-nodes -1": "--spare-nodes -1: expected at least 0",
+    **{
+        f"--restarts 1 {option}": "--restarts 1: not for containers, --plain, --stage-env, kind interactive"
+        for option in ("--plain", "--pyxis x", "--stage-env", "--kind interactive", "--launcher mpirun")
+    },
+    "--scheduler flux --restarts 1": "--restarts 1: --scheduler flux has no such option",
+    "--scheduler lsf --restarts 1": "--restarts 1: --scheduler lsf has no such option",
+    "--spare-nodes 1": "--restarts 0: expected at least 1, with --spare-nodes or --checkpoint",
+    "--checkpoint x": "--restarts 0: expected at least 1, with --spare-nodes or --checkpoint",
     "--array 0-3": "--array 0-3: it is an option of --kind array",
     "--kind train --warning 300": "--warning 300: it is an option of --kind requeue",
     "--plain --launcher mpirun": "--launcher mpirun: with --plain srun starts the ranks",

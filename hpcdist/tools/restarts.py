@@ -1,0 +1,204 @@
+"""The command ``python -m hpcdist restarts``: start the ranks of a batch job, and start them again after a failure.
+
+It runs on the batch host, outside of the ranks, without torch and MPI. ``python -m hpcdist jobscript --restarts 3``
+writes the script that calls it. It learns what has failed from the launcher's exit status, from a test of each node,
+and from the facts that failing ranks write to the folder HPCDIST_FACTS: see docs/do/job-scripts.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+
+from hpcdist.launch import launcher
+from hpcdist.process.streams import printing
+from hpcdist.runtime.commandline import Parser
+
+_STOPPED = 75  # the exit status of a program that stops in time, to be requeued
+_ANSWER = 10.0  # seconds in which a node answers a test
+_END = 5.0  # seconds in which the ranks end after one has written its facts
+_LOOK = 0.5  # seconds between two looks at the facts
+_LEAST = 60.0  # seconds of the job that a restart is worth
+
+
+class Supervisor(Namespace):
+    """The command line, and what it does: see the module."""
+
+    job: str
+    hosts: str
+    nodes: int
+    restarts: int
+    checkpoint: Path
+    command: list[str]
+    folder: Path  # of the facts; all nodes share it
+    told = 0  # the signal to end, if there was one
+    child: subprocess.Popen[bytes] | None = None
+
+    def pass_on(self, number: int, frame: object) -> None:
+        """Pass a signal on to the ranks, and do not start them again."""
+        self.told = number
+        if self.child is not None:
+            self.child.send_signal(number)
+
+    def run(self) -> int:
+        """Return the exit status of the last start."""
+        hosts = list(dict.fromkeys(self.hosts.split(",")))
+        blames: Counter[str] = Counter()
+        errors: set[str] = set()
+        saved, status, facts = 0, 1, Path()
+        for count in range(self.restarts + 1):
+            prefix, shared = f"hpcdist-{self.job}-run-{count}-", self.checkpoint.absolute().parent
+            self.folder = Path(tempfile.mkdtemp(prefix=prefix, dir=shared))
+            silent = self.silent(hosts)
+            hosts = [host for host in hosts if host not in silent]
+            if silent:
+                say(f"left out: {', '.join(silent)} (no answer, or {shared} is not shared)")
+            if count:
+                before = errors
+                errors, lost = self.judge(facts, silent, status)
+                if errors & before and saved == self.saved():
+                    say("the fault is in the program: the same error twice, and nothing saved between the two")
+                    return status
+                blames.update(lost)
+            if len(hosts) < self.nodes:
+                say(f"{self.nodes} nodes are needed, and {len(hosts)} are left")
+                return status
+            nodes = sorted(sorted(hosts, key=lambda host: blames[short(host)])[: self.nodes], key=hosts.index)
+            saved, facts = self.saved(), self.folder
+            if count:
+                begin = (
+                    self.checkpoint
+                    if saved
+                    else f"its beginning, unless it saves something else than {self.checkpoint}"
+                )
+                say(f"restart {count} of {self.restarts} on {', '.join(nodes)}, from {begin}")
+            status = self.start(nodes, count)
+            if status in (0, _STOPPED) or self.told:
+                shutil.rmtree(facts)
+                return status
+            say(f"the ranks have ended with status {status}")
+            left = launcher.time_left({"SLURM_JOB_ID" if self.by_srun() else "PBS_JOBID": self.job})
+            if left is not None and left < _LEAST:
+                say(f"the job ends in {left:.0f} s: no restart")
+                return status
+        return status
+
+    def by_srun(self) -> bool:
+        """Whether Slurm starts the ranks; otherwise an mpirun does, in a job of PBS."""
+        return Path(self.command[0]).name == "srun"
+
+    def saved(self) -> int:
+        """Return when the checkpoint was last written; 0 if it does not exist."""
+        paths = (self.checkpoint, *self.checkpoint.rglob("*"))
+        return max((one.stat().st_mtime_ns for one in paths if one.exists()), default=0)
+
+    def on(self, nodes: list[str], words: list[str]) -> list[str]:
+        """Return a command line of the launcher for these nodes."""
+        if self.by_srun():  # a step that has lost a node holds the others: --overlap
+            return [words[0], "--overlap", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", *words[1:]]
+        file = self.folder / f"nodes-{len(nodes)}-{nodes[0]}"
+        file.write_text("".join(f"{host}\n" for host in self.hosts.split(",") if host in nodes))
+        named = [str(file) if before == "--hostfile" else word for before, word in pairwise(["", *words])]
+        return ["env", f"PBS_NODEFILE={file}", *named]
+
+    def start(self, nodes: list[str], count: int) -> int:
+        """Start the ranks, and return their exit status. They are ended where they hang after a failure."""
+        variables = (f"HPCDIST_FACTS={self.folder}", f"TORCHELASTIC_RESTART_COUNT={count}")
+        self.child = child = subprocess.Popen(["env", *variables, *self.on(nodes, self.command)])
+        if self.told:  # too early for pass_on()
+            child.send_signal(self.told)
+        while child.poll() is None:
+            time.sleep(_LOOK)
+            if any(self.folder.glob("*.json")):
+                with suppress(subprocess.TimeoutExpired):
+                    return child.wait(_END)
+                with suppress(
+                    OSError, subprocess.SubprocessError
+                ):  # of Slurm's steps, that of this script has no number
+                    words = ["squeue", "-hs", "-o", "%i", "-j", self.job]
+                    steps = re.findall(r"^\S+\.\d+$", launcher.printed(words), re.MULTILINE)
+                    launcher.printed(["scancel", *steps])
+                child.kill()
+        return child.returncode
+
+    def silent(self, nodes: Iterable[str]) -> list[str]:
+        """Return the nodes that do not run a command in time, or do not have the folder of facts."""
+        words = [self.command[0], *["--hostfile", ""] * ("--hostfile" in self.command), "-n", "1"]
+        tests = [(node, subprocess.Popen(self.on([node], [*words, "test", "-d", str(self.folder)]))) for node in nodes]
+        end = time.monotonic() + _ANSWER
+        for _, test in tests:
+            with suppress(subprocess.TimeoutExpired):
+                test.wait(max(0.0, end - time.monotonic()))
+            test.kill()
+        return [node for node, test in tests if test.wait()]
+
+    def judge(self, folder: Path, silent: list[str], status: int) -> tuple[set[str], set[str]]:
+        """Return which errors of the program the facts tell, and which hosts they blame: none if a node is silent."""
+        errors, lost = set(), set()
+        for file in folder.glob("*.json"):
+            facts = json.loads(file.read_text())
+            if facts["job"] != self.job:
+                say(f"{file} is of job {facts['job'] or '(none)'}, and ignored")
+            if facts["job"] != self.job or short(facts["host"]) in map(short, silent):  # which sees others as lost
+                continue
+            error, place = facts.get("error", f"exit status {facts.get('status')}"), facts.get("place", "its end")
+            say(f"rank {facts['rank']} on {facts['host']}: {error}, at {place}")
+            errors.add(re.sub(r"[\d.]+", "", error) + place)
+            for rank, host in facts.get("lost", {}).items():
+                say(f"rank {rank} on {host} was dead, stopped, or silent")
+                errors.add(rank)
+                lost.add(short(host))
+        return (set(), set()) if silent else (errors or {f"status {status}"}, lost)
+
+
+def short(host: str) -> str:
+    """Return the name of a host without its domain."""
+    return host.partition(".")[0]
+
+
+def say(text: str) -> None:
+    """Print a line of the supervisor's."""
+    print(f"hpcdist restarts: {text}", flush=True)
+
+
+def main(words: list[str]) -> int:
+    """Run the ranks; return the exit status."""
+    p = Parser(
+        prog="hpcdist restarts",
+        description="Start the ranks of a batch job, and start them again on nodes that answer after a failure. "
+        "The scripts of hpcdist jobscript --restarts call it.",
+        prints=lambda: True,
+    )
+    for name, kind, text in (
+        ("job", str, "number of the job"),
+        ("hosts", str, "names of all its nodes, A,B,...; under PBS one for each rank"),
+        ("nodes", int, "number of nodes that the ranks need"),
+        ("restarts", int, "number of restarts at most"),
+    ):
+        p.add_argument(f"--{name}", type=kind, required=True, help=text)
+    p.add_argument("--checkpoint", type=Path, default="checkpoint", help="what the program saves (default checkpoint)")
+    p.add_argument("command", nargs="+", help="launcher, its options and the program, after --")
+    supervisor = p.parse_args(words, Supervisor())
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, supervisor.pass_on)
+    try:
+        return supervisor.run()
+    except OSError as error:
+        p.error(f"{error.filename}: {error.strerror}")
+
+
+if __name__ == "__main__":
+    with printing("hpcdist restarts"):
+        sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,150 @@
+"""The supervisor of a job that goes on, with stand-ins for srun and what else Slurm has. On Slurm: tests/cluster."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from hpcdist.tools import restarts
+
+# It notes where it starts the ranks. A test of a node fails if the file dead names it.
+SRUN = """#!/bin/sh
+for word in "$@"; do
+    case $word in --nodelist=*) nodes=${word#*=} ;; test) probe=1 ;; esac
+done
+if [ "$probe" ]; then
+    ! grep -qx "$nodes" dead && exec test -d "$(echo "$@" | sed 's/.* //')"
+    exit 1
+fi
+echo "$TORCHELASTIC_RESTART_COUNT $nodes" >>started
+count=$TORCHELASTIC_RESTART_COUNT
+fact() { echo "{\\"job\\": \\"${JOB:-7}\\", \\"rank\\": $1, \\"host\\": \\"$2\\", $3}" >"$HPCDIST_FACTS/rank-$1.json"; }
+. ./ranks
+"""
+LOST = """fact 0 node1 '"lost": {"2": "node2.cluster"}, "error": "HangError: x", "place": "train.py:3"'"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Run the supervisor on node1 to node3; what the ranks do is a script. Its status, output, and where it started."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(restarts, "_LOOK", 0.02)
+    signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    handlers = {number: signal.getsignal(number) for number in signals}
+
+    def run(ranks, *options, dead="", tools=(), launch=("srun", "train"), hosts="node1,node2,node3"):
+        for name, text in {"srun": SRUN, "squeue": "echo 10:00", "scancel": "", **dict(tools)}.items():
+            Path(name).write_text(text if text.startswith("#") else f"#!/bin/sh\n{text}\n")
+            Path(name).chmod(0o755)
+        for name, text in {"ranks": ranks, "dead": dead, "started": ""}.items():
+            Path(name).write_text(text)
+        words = ["--job=7", f"--hosts={hosts}", "--nodes=2", "--restarts=2", "--checkpoint=model", *options]
+        status = restarts.main([*words, "--", *launch])
+        return status, capsys.readouterr().out, Path("started").read_text().splitlines()
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("status", [0, 75])
+def test_a_program_that_ends_well_or_stops_in_time_starts_once(status, run):
+    assert run(f"exit {status}") == (status, "", ["0 node1,node2"])
+    assert not list(Path().glob("hpcdist-*"))
+
+
+def test_a_host_that_a_hang_blames_is_replaced(run):
+    status, out, started = run(f"[ $count = 1 ] || {{ {LOST}; touch model; exit 1; }}")
+    assert (status, started) == (0, ["0 node1,node2", "1 node1,node3"]), out
+    assert "rank 2 on node2.cluster was dead, stopped, or silent\n" in out
+    assert "restart 1 of 2 on node1, node3, from model\n" in out
+
+
+def test_a_blamed_host_that_answers_is_better_than_none(run):
+    status, out, started = run(f"[ $count = 1 ] || {{ {LOST}; exit 1; }}", hosts="node1,node2")
+    assert (status, started) == (0, ["0 node1,node2", "1 node1,node2"]), out
+
+
+def test_a_silent_host_is_left_out_and_not_believed(run):
+    """It sees the other hosts as lost."""
+    ranks = 'fact 2 node2 \'"lost": {"0": "node1"}\'; echo node2 >dead; exit 1'
+    status, out, started = run(f"[ $count = 1 ] || {{ {ranks}; }}")
+    assert (status, started) == (0, ["0 node1,node2", "1 node1,node3"]), out
+    assert "left out: node2 (no answer, or " in out
+
+
+def test_too_few_nodes_or_a_folder_that_is_not_shared(run):
+    status, out, started = run("exit 0", dead="node2\nnode3\n")
+    assert (status, started) == (1, [])
+    assert "left out: node2, node3 (no answer, or " in out and "2 nodes are needed, and 1 are left\n" in out
+    with pytest.raises(SystemExit, match="2"):
+        run("exit 0", "--checkpoint=no/folder/model")
+
+
+MISTAKE = """fact 2 node2 '"error": "ValueError: bad step '$count'", "place": "train.py:3", "status": 1'; exit 5"""
+
+
+def test_the_same_error_twice_at_the_same_step_is_the_programs(run):
+    status, out, started = run(MISTAKE)
+    assert (status, started) == (5, ["0 node1,node2", "1 node1,node2"]), out
+    assert "restart 1 of 2 on node1, node2, from its beginning, unless it saves something else than model\n" in out
+    assert "the fault is in the program: the same error twice, and nothing saved between the two\n" in out
+
+
+@pytest.mark.parametrize("ranks", [f"echo >model.$count; cp model.$count model; {MISTAKE}", f"{MISTAKE} "])
+def test_errors_that_differ_are_no_fault_of_the_program(ranks, run):
+    """With a checkpoint between them, or at another line; it starts as often as it may."""
+    status, out, started = run(ranks if "model" in ranks else ranks.replace("py:3", "py:'$count'"))
+    assert (status, len(started)) == (5, 3), out
+    assert "fault is in" not in out
+
+
+def test_an_end_without_facts_is_compared_by_its_status(run):
+    status, out, started = run("exit 3")
+    assert (status, len(started)) == (3, 2) and "the fault is in the program" in out
+
+
+def test_facts_of_another_job_are_ignored(run):
+    status, out, started = run(f"JOB=8; [ $count = 1 ] || {{ {LOST}; exit 1; }}")
+    assert (status, started) == (0, ["0 node1,node2", "1 node1,node2"]), out
+    assert "rank-0.json is of job 8, and ignored\n" in out
+
+
+def test_ranks_that_hang_after_a_failure_are_ended(run, monkeypatch):
+    monkeypatch.setattr(restarts, "_END", 0.5)
+    squeue = 'case "$*" in *s*-o*%i*) echo "7.batch\n7.3" ;; *) echo 10:00 ;; esac'
+    tools = {"squeue": squeue, "scancel": "echo $* >>cancelled"}
+    status, out, started = run(f"[ $count = 1 ] || {{ {LOST}; exec sleep 30; }}", tools=tools)
+    assert (status, started) == (0, ["0 node1,node2", "1 node1,node3"]), out
+    assert set(Path("cancelled").read_text().split()) == {"7.3"}
+
+
+def test_a_signal_goes_to_the_ranks_and_nothing_starts_again(run):
+    status, out, started = run("trap 'exit 9' USR1; kill -USR1 $PPID; while :; do sleep 0.1; done")
+    assert (status, started) == (9, ["0 node1,node2"]), out
+
+
+def test_no_restart_near_the_time_limit(run):
+    status, out, started = run("exit 3", tools={"squeue": "echo 0:30"})
+    assert (status, len(started)) == (3, 1) and "the job ends in 30 s: no restart\n" in out
+
+
+def test_under_pbs_mpirun_gets_a_file_of_the_nodes(run):
+    launch = ("mpirun", "-n", "4", "--hostfile", "old", "train")
+    mpirun = (
+        "#!/bin/sh\n"
+        'case "$*" in *" test -d "*) exec test -d "${7}" ;; esac\n'
+        'cmp -s "$4" "$PBS_NODEFILE" || exit 9\n'
+        "cat $PBS_NODEFILE >>started; exit $((3 - 3 * TORCHELASTIC_RESTART_COUNT))\n"
+    )
+    tools = {"mpirun": mpirun, "qstat": "exit 1"}
+    status, out, started = run("", tools=tools, launch=launch, hosts="a.x,a.x,b.x,b.x,c.x,c.x")
+    assert (status, started) == (0, ["a.x", "a.x", "b.x", "b.x"] * 2), out
+
+
+def test_two_hosts_that_go_silent_are_no_fault_of_the_program(run):
+    """Though the others fail at the same line, and nothing was saved."""
+    ranks = f"[ $count = 2 ] || {{ {LOST}; echo node$((2 + count)) >>dead; exit 1; }}"
+    status, out, started = run(ranks, hosts="node1,node2,node3,node4")
+    assert (status, started) == (0, ["0 node1,node2", "1 node1,node3", "2 node1,node4"]), out
