@@ -122,6 +122,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
     Attributes:
         keep: where the data are: "node", "job" or "file".
         fields: names of its fields.
+        dropped: what loaders have that were dropped in a loop.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
         self._n = int(fields[0].begins[-1])
         self.segment: Segment | None = None
         self._windows: list[Any] = [self._offsets(team)]
+        self.dropped: list[Any] = []
         total = int(nbytes(fields, fields[0].begins[-1:])[0])
         self.keep = keep or self._fitting(team, total)
         if self.keep == "file":

@@ -32,7 +32,6 @@ from hpcdist.validation.local import ArgumentError
 
 VERB = "data.Loader"
 WINDOW = 2**30  # bytes
-_left: list[tuple[Any, Team]] = []  # of loaders that were dropped in a loop; the next loader frees them
 _RAGGED = ("list", "nested", "padded")
 
 
@@ -97,9 +96,9 @@ class Loader(Sampler):
             raise refusal(TypeError, "HD419", f"data is a {type(data).__name__}, expected what data.open() returns")
         if data.team.freed:
             raise refusal(ValueError, "HD419", "the world in which data were opened has ended")
-        dropped, _left[:] = _left[:], []
+        dropped, data.dropped[:] = data.dropped[:], []
         for comm, team in dropped:
-            _end(comm, team, None)
+            _end(comm, team, None, data.dropped)
         own: dict[str, Any] = {"split_batches": split_batches, "shuffle": shuffle, "drop_last": drop_last, "even": even}
 
         def check() -> dict[str, Any]:
@@ -124,7 +123,7 @@ class Loader(Sampler):
         self._word: Future[Any] | None = None  # the message that this rank has left the loop
         self._epoch: Epoch | None = None
         self._in_loop = False
-        self._end = weakref.finalize(self, _end, self._comm, team, self._files)
+        self._end = weakref.finalize(self, _end, self._comm, team, self._files, data.dropped)
         self._end.atexit = False
         if team.size > 1:
             check_threads()
@@ -253,12 +252,13 @@ class Loader(Sampler):
         return merged(found)
 
 
-def _end(comm: Any, team: Team, files: _Files | None) -> None:
-    """Free what a loader has. Nothing is communicated, and a rank that still has to tell others something keeps it."""
+def _end(comm: Any, team: Team, files: _Files | None, dropped: list[Any]) -> None:
+    """Free what a loader has. Nothing is communicated, and a rank that still has to tell others something keeps it,
+    in `dropped`, for the next loader."""
     if team.freed:
         return
     if not team.background.worker.idle:
-        _left.append((comm, team))
+        dropped.append((comm, team))
         return
     if files is not None:
         files.close()
