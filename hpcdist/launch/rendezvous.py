@@ -132,9 +132,11 @@ def variables(comm: MPI.Intracomm, meeting: Meeting) -> dict[str, str]:
 class LateStore(Store):
     """A store to which this rank connects when torch first uses it."""
 
+    _latest: Store  # torch keeps the part in C++ alone
+
     def __init__(self, connect: Callable[[], Store]) -> None:
         super().__init__()
-        self._connect = connect
+        self._connect, LateStore._latest = connect, self
 
     @cached_property
     def connected(self) -> Store:
