@@ -10,6 +10,7 @@ STORE = """
     import torch
     import torch.distributed as dist
     import hpcdist as hd
+    from hpcdist import activity
     from hpcdist.launch.rendezvous import LateStore
 
     def store():
@@ -89,8 +90,10 @@ STORE = """
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # by the store
     dist.all_reduce(x, group=dist.new_group(backend="gloo"))
     assert type(late) is dist.TCPStore and late.host == "127.0.0.1", late
+    before = set(activity.peers)
     dist.destroy_process_group()
     dist.init_process_group("mpi")
+    assert set(activity.peers) - before  # a group of the same name and ranks has another number
     dist.all_reduce(x, group=dist.new_group())
     os.write(1, f"sum {x[0]:g}\\n".encode())
     if rank == 0:
