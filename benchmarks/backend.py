@@ -1,4 +1,4 @@
-"""The process group "mpi" beside gloo's, in one run: torch's collectives, steps of DDP and FSDP2, and DTensor.
+"""The process group "mpi" beside gloo's, in one run: torch's collectives, steps of DDP and FSDP2, DTensor, new groups.
 
 mpirun -n 2 python benchmarks/backend.py --only all_reduce,DDP --sizes 8,64M
 """
@@ -34,6 +34,12 @@ TRAININGS = {
     "FSDP2 step, 10 million": (10, 1000),
 }
 DTENSOR = "DTensor step, Shard(0) to Shard(1)"
+# How many groups it makes, with an all_reduce in each.
+MAKING = {
+    "new_group, all ranks": 1,
+    "new_group, halves": 2,
+    "init_process_group, new_group": 1,
+}
 
 
 @dataclass
@@ -171,6 +177,36 @@ class Resharding(harness.Data):
         return torch.equal(result, self._whole.chunk(self.comm.size, 1)[self.comm.rank])
 
 
+@dataclass
+class Making(harness.Data):
+    """New groups, and the first call of each. torch's groups end with the last kind of these."""
+
+    comm: MPI.Intracomm
+    what: str
+    size: int = 8
+    skew: str = "even"
+
+    def step(self, name: str, group: Any) -> Tensor:
+        backend = "gloo" if name == GLOO_GROUP else "mpi"
+        if self.what.startswith("init"):
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            dist.init_process_group(backend)
+        ranks, parts = range(self.comm.size), MAKING[self.what]
+        made = [(part, dist.new_group(list(part), backend=backend)) for part in (ranks[i::parts] for i in range(parts))]
+        x = torch.tensor([float(self.comm.rank), 1])
+        for part, new in made:
+            if self.comm.rank in part:
+                dist.all_reduce(x, group=new)
+                dist.destroy_process_group(new)
+        return x
+
+    def correct(self, result: Tensor) -> bool:
+        parts = MAKING[self.what]
+        part = range(self.comm.size)[self.comm.rank % parts :: parts]
+        return result.tolist() == [sum(part), len(part)]
+
+
 def _stepping(name: str, group: Any) -> Contender:
     return Contender(name, lambda case: case.step(name, group))
 
@@ -183,13 +219,14 @@ def main() -> None:
     asked = parser.parse_args()
     with hd.init(device="cpu", backend="mpi") as world:
         groups = {GLOO_GROUP: dist.new_group(backend="gloo"), MPI_GROUP: dist.group.WORLD}
-        whats = [what for what in (*CALLS, *TRAININGS, DTENSOR) if any(word in what for word in asked.only)]
+        whats = [what for what in (*CALLS, *TRAININGS, DTENSOR, *MAKING) if any(word in what for word in asked.only)]
         steps = [
             Step(partial(make_case, what=what, size=size), [contender(n, g, what) for n, g in groups.items()])
             for what, size in product([w for w in whats if w in CALLS], asked.sizes)
         ]
         makers: dict[str, Callable[[MPI.Intracomm], Any]] = {w: partial(make_training, what=w) for w in TRAININGS}
         makers[DTENSOR] = partial(Resharding, size=2**24)
+        makers |= {what: partial(Making, what=what) for what in MAKING}
         steps += [Step(makers[what], [_stepping(n, g) for n, g in groups.items()]) for what in whats if what in makers]
         harness.run(harness.start("backend", world.comm), world.comm, steps, asked)
 

@@ -146,7 +146,7 @@ def _all_to_all_single(team: Team, out: Tensor, x: Tensor, recvs: Counts, sends:
         ours[team.rank][:] = theirs[team.rank]
         # As fast as Alltoall, which only all ranks together could use: equal parts may be given as splits, or not.
         others = [rank for rank in range(team.size) if rank != team.rank]
-        requests = [team.comm.Irecv(piece, rank) for rank in others for piece in pieces(ours[rank])]
+        requests = [team.comm.Irecv(piece, rank, 0) for rank in others for piece in pieces(ours[rank])]
         requests += [team.comm.Isend(piece, rank) for rank in others for piece in pieces(theirs[rank])]
         MPI.Request.Waitall(requests)
 
@@ -389,12 +389,12 @@ def _broadcast_shared(team: Team, x: Tensor, root: int) -> bool:
         piece, slot = whole[start : start + length], memory[turn % _AHEAD * SLICE :][:length]
         if team.rank == root:
             for rank in others if turn >= _AHEAD else ():
-                comm.Recv(_SIGN, rank)
+                comm.Recv(_SIGN, rank, 0)
             slot.copy_(piece)
             for rank in others:
                 comm.Send(_SIGN, rank)
         else:
-            comm.Recv(_SIGN, root)
+            comm.Recv(_SIGN, root, 0)
             piece.copy_(slot)
             if turn + _AHEAD < len(pieces):
                 comm.Send(_SIGN, root)

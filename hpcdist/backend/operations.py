@@ -29,7 +29,7 @@ from hpcdist.backend.dispatcher import give_lazy_tensors, observed
 from hpcdist.backend.host_copies import gpu_events, share_memory
 from hpcdist.backend.reductions import Reduction, reduction
 from hpcdist.backend.works import DONE, Finished, Queued, Transfer, forget_done, recv, send
-from hpcdist.comm.team import Group, Settings, Team, create_group
+from hpcdist.comm.team import Group, Settings, Team, create_group, digest
 from hpcdist.errors import coded, described, refusal
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import problem, tensors_in
@@ -108,7 +108,7 @@ class Operations:
     def _start(self, team: Team, timeout: timedelta | None) -> None:
         self._team = team
         team.inline = agreement.capacity(team.size)
-        self._most_tag = int(team.comm.Get_attr(MPI.TAG_UB) or 32767)
+        self._most_tag = int(team.comm.Get_attr(MPI.TAG_UB) or 32767) - 1  # one tag less: see works.send()
         self._set_default_timeout(timeout)
         _open.add(team)
 
@@ -450,16 +450,18 @@ def _each(
 
 
 def team_of(
-    whole: MPI.Intracomm, settings: Settings, peers: Sequence[int], ranks: Sequence[int] | None, tag: int = 0
+    whole: MPI.Intracomm, settings: Settings, peers: Sequence[int], ranks: Sequence[int], name: str = ""
 ) -> Team:
-    """Return a team of some ranks of a communicator, or of all. Collective over these ranks alone.
+    """Return a team of some ranks of a communicator. Collective over these ranks alone.
 
     Args:
         peers: rank in the world of each rank of `whole`.
-        tag: separates the groups that several threads make at once.
+        name: the same on these ranks, and of this group alone; if "", they agree on its number.
     """
-    comm = whole.Dup() if ranks is None else create_group(whole, ranks, tag)
-    return Team(comm, Group(comm.rank, peers if ranks is None else [peers[rank] for rank in ranks]), settings)
+    peers = [peers[rank] for rank in ranks]
+    number = digest(name, peers) & -2
+    comm = create_group(whole, ranks, number)  # the tag separates the groups that several threads make at once
+    return Team(comm, Group(comm.rank, peers), settings, number=number if name else None)
 
 
 _alive: set[MpiBackend] = set()

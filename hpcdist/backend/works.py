@@ -355,9 +355,9 @@ def forget_done(most: int | None = None) -> None:
 
 
 def send(team: Team, x: Tensor, dest: int, tag: int, limit: float | None) -> Transfer:
-    """Begin to send a tensor to a rank of the group."""
+    """Begin to send a tensor to a rank of the group. Tag 0 of MPI is that of messages within collectives."""
     memory = readable(x)
-    requests = [team.side_comm.Isend(piece, dest, tag) for piece in pieces(address(memory))]
+    requests = [team.side_comm.Isend(piece, dest, tag + 1) for piece in pieces(address(memory))]
     return Transfer(team, "send", dest, limit, requests, memory)
 
 
@@ -366,7 +366,7 @@ def recv(team: Team, x: Tensor, source: int | None, tag: int, limit: float | Non
     memory = x if is_plain(x) else scratch(x.shape, x.dtype)
     blocks = pieces(address(memory))
     if source is None:
-        requests = [team.side_comm.Irecv(blocks[0], MPI.ANY_SOURCE, tag)]
+        requests = [team.side_comm.Irecv(blocks[0], MPI.ANY_SOURCE, tag + 1)]
         return Transfer(team, "recv from any rank", activity.ANYBODY, limit, requests, memory, x, blocks[1:])
-    requests = [team.side_comm.Irecv(piece, source, tag) for piece in blocks]
+    requests = [team.side_comm.Irecv(piece, source, tag + 1) for piece in blocks]
     return Transfer(team, "recv", source, limit, requests, memory, x)

@@ -29,7 +29,7 @@ INLINE = 2**16  # bytes of content sent with the envelope at most: messages that
 def start(comm: MPI.Intracomm, sends: list[tuple[int, Tensor]], recvs: list[tuple[int, Tensor]]) -> list[MPI.Request]:
     """Start to exchange messages. A pair of ranks may exchange several, which arrive in order."""
     # MPI keeps the order of messages between two ranks: pieces need no tags.
-    requests = [comm.Irecv(piece, source) for source, block in recvs for piece in pieces(memory(block))]
+    requests = [comm.Irecv(piece, source, 0) for source, block in recvs for piece in pieces(memory(block))]
     return requests + [comm.Isend(piece, dest) for dest, block in sends for piece in pieces(memory(block))]
 
 

@@ -212,6 +212,7 @@ class Team:
         group: group of the caller that the team is for.
         settings: settings of the job.
         foreground: team in whose background this one works; None for a team in the foreground.
+        number: a number that the ranks know. The team has no other communicator then.
 
     Attributes:
         rank, size: rank of this process in the team, and the number of its ranks.
@@ -237,7 +238,14 @@ class Team:
         results: number of results through which gradients flow back.
     """
 
-    def __init__(self, comm: MPI.Intracomm, group: Group, settings: Settings, foreground: Team | None = None) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        group: Group,
+        settings: Settings,
+        foreground: Team | None = None,
+        number: int | None = None,
+    ) -> None:
         self.comm = comm
         self.group = group
         self.settings = settings
@@ -248,8 +256,8 @@ class Team:
         self.calls = {False: 0, True: 0}
         self.begun = 0
         self.torch_groups: dict[str, Any] = {}
-        self.number: int = _agree_on_number(comm, group) if foreground is None else foreground.number + 1
-        self.side_comm = comm.Dup() if foreground is None else comm
+        self.number: int = number or _agree_on_number(comm, group)
+        self.side_comm = comm if number else comm.Dup()
         self.worker = Worker("hpcdist")
         self.stream: Any = None
         self.inline = inline_capacity(self.size)
@@ -265,7 +273,7 @@ class Team:
     @cached_property
     def background(self) -> Team:
         """The team of these ranks whose worker runs the verbs with async_op. Nothing is communicated."""
-        return Team(self.side_comm, self.group, self.settings, foreground=self)
+        return Team(self.side_comm, self.group, self.settings, self, self.number + 1)
 
     @cached_property
     def headers(self) -> HeaderBuffers:
@@ -343,7 +351,8 @@ class Team:
         for number in (self.number, self.number + 1):
             activity.forget(number)
         self.side_comm.Free()
-        self.comm.Free()
+        if self.comm:
+            self.comm.Free()
         return left
 
 

@@ -137,19 +137,29 @@ def node_file(comm: MPI.Comm) -> int | None:
     as between containers.
     """
     made: list[int] = []
+    with suppress(OSError):
+        made = [open_on_root(comm)]
+    if all(all_gather_object(comm, bool(made))):
+        return made[0]
+    for fd in made:
+        os.close(fd)
+    return None
+
+
+def open_on_root(comm: MPI.Comm) -> int:
+    """Make a file in memory on rank 0, and return a descriptor of it on every rank. Collective over `comm`.
+
+    Raises:
+        OSError: on this rank, if the system does not let it open a file of rank 0.
+    """
+    made: list[int] = []
 
     def make() -> list[int]:
         made.append(os.memfd_create("hpcdist", os.MFD_CLOEXEC))
         return procstat.address(made[0])
 
     there = run_on_root(comm, "init", make)
-    with suppress(OSError):
-        made = made or [procstat.opened(there)]
-    if all(all_gather_object(comm, bool(made))):
-        return made[0]
-    for fd in made:
-        os.close(fd)
-    return None
+    return made[0] if made else procstat.opened(there)
 
 
 def _outcome(step: Callable[[], Any], causes: list[Exception]) -> bytes:

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from typing import TYPE_CHECKING
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 
 from hpcdist.control import objects
 from hpcdist.errors import LaunchError
+from hpcdist.tensors import accelerator
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -35,23 +36,18 @@ class Meeting:
     Attributes:
         host: address of rank 0's host that every rank has connected to.
         own: address of this host in the same network, "127.0.0.1" on one node.
-        file: descriptor of a file without a name that all ranks have open; None on several nodes.
+        shares_files: whether the ranks are on one node, and can open rank 0's files.
     """
 
     host: str
     own: str
-    file: int | None = None
-
-    def close(self) -> None:
-        """Close without a store."""
-        if self.file is not None:
-            os.close(self.file)
+    shares_files: bool = False
 
 
 def meet(comm: MPI.Intracomm, nodes: int) -> Meeting:
     """Find an address of rank 0's host that all ranks reach. Collective over `comm`.
 
-    On one node they open a file without a name, and no process listens. If the system forbids that, as between
+    On one node they can open a file without a name, and no process listens. If the system forbids that, as between
     containers, rank 0 listens on the loopback interface during this call. On several nodes it listens on all
     interfaces. The kernel picks the port when rank 0 binds it, and the others get it over MPI. Therefore two jobs that
     start at once on one host cannot collide.
@@ -60,7 +56,8 @@ def meet(comm: MPI.Intracomm, nodes: int) -> Meeting:
         LaunchError: on all ranks, if no address of rank 0's host is reached by all ranks.
     """
     if nodes == 1 and (file := objects.node_file(comm)) is not None:
-        return Meeting("127.0.0.1", "127.0.0.1", file)
+        os.close(file)
+        return Meeting("127.0.0.1", "127.0.0.1", shares_files=True)
     listener: list[socket.socket] = []
 
     def serve() -> tuple[int, list[str], str]:
@@ -91,14 +88,15 @@ def meet(comm: MPI.Intracomm, nodes: int) -> Meeting:
 
 
 def open_store(comm: MPI.Intracomm, meeting: Meeting, timeout: timedelta) -> Store:
-    """Open torch's store. Collective over `comm`.
+    """Open torch's store, a new one in each call. Collective over `comm`.
 
-    On one node it is a FileStore on the meeting's file, which no other user can open. On several nodes it is a TCPStore
-    on rank 0, at the meeting's address, to which every rank connects.
+    On one node it is a FileStore on a file without a name, which no other user can open. On several nodes it is a
+    TCPStore on rank 0, at the meeting's address. A rank without a GPU connects when torch first uses it: for groups of
+    backend "mpi" never.
     """
+    if meeting.shares_files:
+        return _file_store(objects.open_on_root(comm), timeout)
     stores: list[Store] = []
-    if meeting.file is not None:
-        return _file_store(meeting.file, timeout)
 
     def serve() -> int:
         listener = socket.create_server((meeting.host, 0), backlog=max(128, comm.size))
@@ -111,7 +109,10 @@ def open_store(comm: MPI.Intracomm, meeting: Meeting, timeout: timedelta) -> Sto
         return port
 
     port = objects.run_on_root(comm, "init", serve)
-    return stores[0] if stores else TCPStore(meeting.host, port, comm.size, False, timeout, wait_for_workers=False)
+    if stores:
+        return stores[0]
+    connect = partial(TCPStore, meeting.host, port, comm.size, False, timeout, wait_for_workers=False)
+    return connect() if accelerator.count() else LateStore(connect)
 
 
 def variables(comm: MPI.Intracomm, meeting: Meeting) -> dict[str, str]:
@@ -127,6 +128,29 @@ def variables(comm: MPI.Intracomm, meeting: Meeting) -> dict[str, str]:
         chosen["NCCL_SOCKET_IFNAME"] = name  # else its own rendezvous would listen on another one
     return chosen
 
+
+class LateStore(Store):
+    """A store to which this rank connects when torch first uses it."""
+
+    _latest: Store  # torch keeps the part in C++ alone
+
+    def __init__(self, connect: Callable[[], Store]) -> None:
+        super().__init__()
+        self._connect, LateStore._latest = connect, self
+
+    @cached_property
+    def connected(self) -> Store:
+        return self._connect()
+
+
+def _passing_on(name: str) -> Callable[..., Any]:
+    return lambda self, *args: getattr(self.connected, name)(*args)
+
+
+for _name in {*dir(Store)} - {*dir(object), "timeout", "set_timeout"}:
+    setattr(LateStore, _name, _passing_on(_name))
+for _called, _name in {"deleteKey": "delete_key", "getNumKeys": "num_keys"}.items():  # as C++ calls them
+    setattr(LateStore, _called, _passing_on(_name))
 
 _end_earlier: list[Callable[[], None]] = []
 

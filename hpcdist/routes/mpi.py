@@ -117,7 +117,7 @@ class Mpi(Route):
             shape, extents, at = ([*of[:-1], of[-1] * recv.itemsize] for of in (recv.shape, box.shape, box.offset))
             made[rank] = MPI.BYTE.Create_subarray(shape, extents, at).Commit()
         try:
-            requests = [team.comm.Irecv([memory(recv), 1, datatype], rank) for rank, datatype in made.items()]
+            requests = [team.comm.Irecv([memory(recv), 1, datatype], rank, 0) for rank, datatype in made.items()]
             requests += start(team.comm, sends, [])
             meanwhile()
             for request in requests:
@@ -164,7 +164,7 @@ def _pass_around(team: Team, segment: int, send: Tensor, blocks: Sequence[Tensor
         for i, piece in enumerate(pieces_of(owner) if steps else ()):
             arriving.append((steps, i, owner, right if back else left, piece))
     arriving.sort(key=itemgetter(0, 1))
-    requests = [comm.Irecv(piece, source) for *_, source, piece in arriving]
+    requests = [comm.Irecv(piece, source, 0) for *_, source, piece in arriving]
     for piece in pieces_of(rank):
         pass_on(rank, piece)
     if send.data_ptr() != blocks[rank].data_ptr():

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -73,6 +74,7 @@ class GroupHost:
         settings: those of the world.
         variables: returns the environment.
         by_mpi: whether groups have this package's backend where the program asks for gloo.
+        made: number of groups of this backend that were made in this world, by name and ranks.
     """
 
     comm: MPI.Intracomm | None = None
@@ -87,10 +89,13 @@ class GroupHost:
         self._interfaces: Mapping[str, str] = {}
         self._added: list[str] = []
         self._changes = Replaced()
+        self.made = Counter[str]()
 
     def open(self, comm: MPI.Intracomm, settings: Settings, meeting: rendezvous.Meeting) -> None:
         """Let groups be made in a world, through the interfaces by which its ranks have met."""
-        self.comm, self.settings, self._interfaces = comm, settings, rendezvous.variables(comm, meeting)
+        self.comm, self.settings, self._meeting = comm, settings, meeting
+        self._interfaces = rendezvous.variables(comm, meeting)
+        self.made.clear()
         if OWN == NAME:
             self._changes.set(dist.Backend, "MPI", _BackendName(NAME))
         for place, around in (
@@ -142,7 +147,7 @@ class GroupHost:
                 return
             _check_place(int(place[0] or comm.rank), int(place[1] or comm.size), comm)
             with activity.InCall("init_process_group", self.team):
-                store = rendezvous.open_store(comm, rendezvous.meet(comm, self.settings.nodes), timeout)
+                store = rendezvous.open_store(comm, self._meeting, timeout)
             yield store, comm.rank, comm.size
             raise refusal(RuntimeError, "HD106", "Unable to perform re-rendezvous using MPI")
 
@@ -221,8 +226,6 @@ def start(
             timeout=timeout,
             device_id=device if BINDS and "nccl" in str(backend) else None,
         )
-    else:
-        meeting.close()
     return started
 
 
@@ -271,8 +274,10 @@ def _create(name: str, options: Any, backend_options: Any = None) -> Any:
         _check_place(options.group_rank, options.group_size, comm)
     if _asked(timeout) is None:
         timeout = host.settings.timeout
-    tag = sum(options.group_id.encode())
-    team = team_of(comm, host.settings, range(comm.size), ranks or None, tag)
+    ranks = ranks or list(range(comm.size))
+    identity = f"{options.group_id} {ranks}"
+    host.made[identity] += 1
+    team = team_of(comm, host.settings, range(comm.size), ranks, f"{host.made[identity]} {identity}")
     if PLUGINS:
         return MpiBackend(team, name, backend_options, timeout)
     return MpiProcessGroup(team, name, timeout)

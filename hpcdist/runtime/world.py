@@ -402,7 +402,7 @@ def _make(asked: Asked, implicit: bool = False, program: bool = False) -> World:
                     ends.callback(recording.stop)
                     _start_trace(private, trace)
                 meeting = rendezvous.meet(private, nodes.count)
-                address = meeting.own if meeting.file is None else None
+                address = None if meeting.shares_files else meeting.own
                 watch = Watch(private, nodes.local, nodes.index, address, limit)
         stop = Stop(watch, agreed["stop_on"], agreed["stop_before"])
         ends.callback(stop.close)

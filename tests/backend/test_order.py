@@ -46,6 +46,22 @@ def test_a_call_goes_on_while_the_program_does_something_else(world, size):
     assert_on_all_ranks(x.tolist() == [size] * 3, x)
 
 
+@several_ranks
+def test_messages_do_not_mix_with_those_of_collectives(world, size):
+    """Both travel over the group's communicator. Here a recv from any rank waits before a collective that sends."""
+    group, rank, n = dist.new_group(), world.rank, 5000
+    received, x, out = torch.zeros(n), torch.full((size * n,), float(rank)), torch.zeros(size * n)
+    message = dist.irecv(received, group=group)
+    dist.all_to_all_single(out, x, [n] * size, [n] * size, group=group)
+    large = torch.full((2**22,), float(rank))
+    dist.broadcast(large, 1, group=group)
+    dist.isend(torch.full((n,), rank + 0.5), (rank + 1) % size, group=group).wait()
+    message.wait()
+    assert_on_all_ranks(out.view(size, n).mean(1).tolist() == list(range(size)), out)
+    assert_on_all_ranks(large.min() == large.max() == 1 and (received == (rank - 1) % size + 0.5).all(), received)
+    dist.destroy_process_group(group)
+
+
 def test_futures_and_results(world, findings):
     x = torch.full((4,), float(world.rank))
     work = dist.all_reduce(x, async_op=True)

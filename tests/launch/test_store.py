@@ -10,6 +10,8 @@ STORE = """
     import torch
     import torch.distributed as dist
     import hpcdist as hd
+    from hpcdist import activity
+    from hpcdist.launch.rendezvous import LateStore
 
     def store():
         found = dist.distributed_c10d._get_default_store()
@@ -79,9 +81,20 @@ STORE = """
     if rank == 1:
         procstat.opened = fails
     world = hd.init(timeout=float(os.environ["LIMIT"]))
-    assert type(store()) is dist.TCPStore and store().host == "127.0.0.1", store()
-    x = torch.ones(2)
-    dist.all_reduce(x)
+    x, late = torch.ones(2), store()
+    dist.all_reduce(x, group=dist.new_group())
+    if rank:
+        assert type(late) is LateStore and "connected" not in vars(late), late
+        assert dist.PrefixStore("a", late).add("n", 2) == 2 and late.delete_key("a/n") and late.num_keys()
+        late = late.connected
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # by the store
+    dist.all_reduce(x, group=dist.new_group(backend="gloo"))
+    assert type(late) is dist.TCPStore and late.host == "127.0.0.1", late
+    before = set(activity.peers)
+    dist.destroy_process_group()
+    dist.init_process_group("mpi")
+    assert set(activity.peers) - before  # a group of the same name and ranks has another number
+    dist.all_reduce(x, group=dist.new_group())
     os.write(1, f"sum {x[0]:g}\\n".encode())
     if rank == 0:
         hd.recv(source=1)
@@ -89,9 +102,9 @@ STORE = """
 
 
 def test_the_store_of_one_node_and_of_ranks_that_cannot_open_each_others_files():
-    """These connect by the loopback interface: torch's store, and the watching threads."""
+    """These connect by the loopback interface: torch's store when it is first used, and the watching threads."""
     job = mpirun(2, code=STORE, env={"LIMIT": limit(3)["HPCDIST_TIMEOUT"]})
-    assert job.out.count("done") == job.out.count("sum 2") == 2, job.err
+    assert job.out.count("done") == job.out.count("sum 8") == 2, job.err
     waits = r"^\[rank\d\]: {} +\S+ +\d+ +all_reduce\(\) at .* {} +\d+.\d s  waits$"
     assert re.search(waits.format(0, r"recv\(\) at .*"), job.err, re.MULTILINE), job.err
     assert re.search(waits.format(1, "the end of its program"), job.err, re.MULTILINE), job.err
