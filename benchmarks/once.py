@@ -4,6 +4,7 @@ mpirun -n 2 python benchmarks/once.py async_save --folder DIR    until a save in
 mpirun -n 2 python benchmarks/once.py pages --folder DIR         the cost of keeping each page to one writing rank
 mpirun -n 2 python benchmarks/once.py stopping                   world.should_stop() beside an all_reduce of 8 bytes
 mpirun -n 2 python benchmarks/once.py small                      collectives of 8 bytes over "mpi" beside all_reduce
+mpirun -n 2 python benchmarks/once.py weights --folder DIR       load(into=) beside plain reads, which keep one copy
 
 DIR is on the disk to measure. On GPUs, async_save copies to pinned memory.
 """
@@ -11,6 +12,8 @@ DIR is on the disk to measure. On GPUs, async_save copies to pinned memory.
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import random
 import tempfile
 import time
@@ -26,6 +29,9 @@ import torch.distributed as dist
 from mpi4py import MPI
 from report import duration, figure, table
 from results import show_size
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Shard, distribute_tensor
 
 import hpcdist as hd
 from hpcdist.formats.plain import page_size
@@ -145,7 +151,53 @@ def small(world: hd.World, asked: argparse.Namespace, folder: Path) -> None:
     compare(world, "8 bytes a rank and block", ways, asked.rounds, calls=200)
 
 
-QUESTIONS = {"async_save": async_save, "pages": pages, "stopping": stopping, "small": small}
+def weights(world: hd.World, asked: argparse.Namespace, folder: Path) -> None:
+    """8 files of 8 tensors, from the disk each time. Of plain reads, each rank has a run of each file."""
+    rank, size, width = world.rank, world.world_size, 1024
+    mesh = DeviceMesh("cpu", list(range(size)))
+    nbytes = (asked.sizes or [2**29])[0]
+    rows, paths = nbytes // 64 // width // 4, [folder / f"model-{i}-of-8.safetensors" for i in range(8)]
+    names = {path: [f"{i}.{k}" for k in range(8)] for i, path in enumerate(paths)}
+    if rank == 0:
+        for path in paths:
+            save_file({name: torch.randn(rows, width) for name in names[path]}, path)
+        index = {name: path.name for path in paths for name in names[path]}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    world.comm.Barrier()
+    length = paths[0].stat().st_size
+    memory = [torch.zeros(length // size + 1, dtype=torch.uint8).numpy() for _ in paths]
+
+    def plain() -> None:
+        for i in range(8):
+            at = (i + 8 * rank // size) % 8
+            with open(paths[at], "rb", buffering=0) as file:
+                file.seek(length * rank // size)
+                file.readinto(memory[at])
+
+    def model(placement: Placement | None) -> torch.nn.Module:
+        made = torch.nn.ModuleList(torch.nn.ParameterList(torch.empty(rows, width) for _ in range(8)) for _ in paths)
+        for module in made if placement else ():
+            for k, x in enumerate(module):
+                module[k] = torch.nn.Parameter(distribute_tensor(x.detach(), mesh, [placement]))
+        return made
+
+    def forget() -> None:
+        for path in paths if rank == 0 else ():
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    whole = model(None)
+    ways: Ways = {
+        "plain reads": plain,
+        "the same once more (control)": plain,
+        "into= rows of each rank": partial(hd.staging.load, folder, into=model(Shard(0))),
+        "into= columns of each rank": partial(hd.staging.load, folder, into=model(Shard(1))),
+        "into= all on each rank": partial(hd.staging.load, folder, into=whole),
+    }
+    compare(world, f"{show_size(nbytes)} in 8 files of 8 tensors", ways, asked.rounds, before=forget)
+
+
+QUESTIONS = {"weights": weights, "async_save": async_save, "pages": pages, "stopping": stopping, "small": small}
 
 
 def main() -> None:
