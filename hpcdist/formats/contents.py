@@ -96,9 +96,13 @@ class PieceTable:
             table = self.read(fd, first, last)
             boxes = boxes_of(table, self.shape)
             starts, ends = boxes.starts, boxes.starts + boxes.sizes
-            good = int(boxes.sizes.sum()) == prod(self.shape)
             if self.runs and last > first:
                 good = bool(starts[0] <= low and high < ends[-1] and (starts[1:] == ends[:-1]).all())
+            else:
+                near = boxes.intersecting(box)
+                corners = boxes.offsets[near], boxes.offsets[near] + boxes.shapes[near]
+                begun, ended = (np.clip(of, box.offset, np.add(*box)) - box.offset for of in corners)
+                good = Listed(begun, ended - begun, box.shape).tile()
             if good:
                 return first, table
         raise self._damaged()

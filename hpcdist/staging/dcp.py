@@ -292,9 +292,11 @@ class HDF5Writer(_OneFile, StorageWriter):
         super().__init__(path, window)
         self._options = SaveOptions("posix", window, resume, progress=progress)
         self._target: Target | None = None
+        self._own: tuple[SavePlan | None, SavePlan | None] = None, None  # written last; of a save that has begun
         self._plans: list[SavePlan] = []  # on the coordinator, of the latest save, with what was planned from them
-        self._planned: tuple[list[Dataset], list[dict[MetadataIndex, Ints]]] = [], []
+        self._planned: tuple[list[Dataset], list[dict[MetadataIndex, Ints]]] | None = None
         self._places: list[int] = []
+        self._kept = False  # whether some are of earlier saves
         self._mine: tuple[list[WriteItem], dict[MetadataIndex, tuple[int, int, Ints]]] | None = None
         self._end: weakref.finalize[..., HDF5Writer] | None = None  # gives up the file if the writer is dropped
 
@@ -319,7 +321,15 @@ class HDF5Writer(_OneFile, StorageWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Check this rank's tensors, and report their host to the coordinator."""
+        """Check this rank's tensors, and report their host to the coordinator.
+
+        If the last save ended before anything was written, the planner's plan of all ranks is not that of what it keeps
+        here, to which it compares: the rank sends its plan again.
+        """
+        done, begun = self._own
+        if not plan.usable and begun is not None:
+            plan = done or plan
+        self._own = done, plan if plan.usable else done
         for item in plan.items:
             if (data := item.tensor_data) is not None:
                 name, properties = item.index.fqn, data.properties
@@ -336,15 +346,16 @@ class HDF5Writer(_OneFile, StorageWriter):
         used again or dropped, at the next save to this name, which waits for this one, or when the program ends.
         """
         self._give_up()
-        again = not any(plan.usable for plan in plans)  # else a planner keeps plans, and sends those that have changed
-        if not again:
-            kept = zip(plans, self._plans or plans, strict=True)
-            self._plans = [new if new.usable else old for new, old in kept]
-        if not (self._plans and all(plan.usable for plan in self._plans)):
+        if any(plan.usable for plan in plans):  # else a planner keeps plans, and sends those that have changed
+            kept = self._plans if len(self._plans) == len(plans) else plans
+            self._plans = [new if new.usable else old for new, old in zip(plans, kept, strict=True)]
+            self._planned, self._places = None, []
+        self._kept = not all(plan.usable for plan in plans)
+        if len(self._plans) != len(plans) or not all(plan.usable for plan in self._plans):
             raise refusal(ValueError, "HD419", _CACHED)
         if (earlier := _unfinished.pop(self._path, None)) is not None:
             earlier()
-        if not again:
+        if self._planned is None:
             self._planned = plan_file(self._plans, self._options.window)
         datasets, rows = self._planned
         self._target = Target(self._path, [*datasets, table_of(datasets)], self._options)
@@ -355,7 +366,7 @@ class HDF5Writer(_OneFile, StorageWriter):
         # On one host, all ranks write into one cache. Clients of a shared file system may write back whole pages: of
         # several hosts, only the coordinator writes pages that a run of an item does not fill.
         page = laid.page if len({plan.storage_data for plan in self._plans}) > 1 else 1
-        again, self._places = again and laid.data == self._places, laid.data
+        again, self._places = laid.data == self._places, laid.data
         laid = replace(laid, data=[], page=page)
         if again:
             return [replace(plan, storage_data=(laid, rank, None), usable=True) for rank, plan in enumerate(plans)]
@@ -369,6 +380,7 @@ class HDF5Writer(_OneFile, StorageWriter):
         """Write this rank's tensors and its rows of the tables; send values, and what is left of pages that other hosts
         write, too, to the coordinator."""
         laid, number, work = plan.storage_data
+        self._own = self._own[1], None
         self._mine = self._mine if work is None else (plan.items, work)
         if self._mine is None:
             raise refusal(ValueError, "HD419", _CACHED)
@@ -417,6 +429,9 @@ class HDF5Writer(_OneFile, StorageWriter):
                 edges += of.storage_data[1]
         checkpoint = json.dumps({"values": values, "planner_data": b64encode(buffer.getbuffer()).decode()})
         try:
+            listed = {name: getattr(of, "chunks", []) for name, of in metadata.state_dict_metadata.items()}
+            if self._kept and listed != _chunks(self._plans):
+                raise refusal(ValueError, "HD419", _CACHED)
             self._target.complete(written, checkpoint.encode(), edges)
         finally:
             self._give_up()
@@ -436,9 +451,17 @@ def host_identity() -> str:
 
 
 _CACHED = (
-    "the planner keeps its plans of an earlier save (enable_plan_caching=True), of which this HDF5Writer has none; use "
-    "one for all saves, with checkpoint_id="
+    "the planner keeps plans (enable_plan_caching=True) of a save by another writer, or by another class of planners; "
+    "with each class of planners, use one HDF5Writer for all saves, with checkpoint_id="
 )
+
+
+def _chunks(plans: Sequence[SavePlan]) -> dict[str, list[ChunkStorageMetadata]]:
+    """By name, the chunks of the items of all ranks, as torch lists them in its metadata; none for a value."""
+    found: dict[str, list[ChunkStorageMetadata]] = {}
+    for item in (item for plan in plans for item in plan.items):
+        found.setdefault(item.index.fqn, []).extend([] if item.tensor_data is None else [item.tensor_data.chunk])
+    return found
 
 
 def _pieces(data: TensorWriteData, window: int) -> list[Box]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import h5py
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from cases import DTYPES, same_bits, whole_of
 from collective import assert_on_all_ranks, raises_on_all_ranks, several_ranks
@@ -371,6 +372,60 @@ def test_a_planner_that_keeps_plans(findings, world, rank, folder, path, monkeyp
     findings.check([items > 0 for items in written] == [True, False, False, True, False], written)
     failure(lambda: saved(9, longer, HDF5Writer(path)), "HD419", [0])
     saved(5, longer)
+
+
+def test_plans_that_are_out_of_date(findings, world, rank, folder):
+    """A state is saved whole or not at all, whoever has planned another since, and wherever that save failed."""
+    a, b, n = torch.ones(2), torch.ones(3), world.world_size
+    more, writers = {"a": a, "b": b, "n": 1}, [HDF5Writer("x.h5"), HDF5Writer("x.h5")]
+
+    def planner(name):
+        return type(name, (dcp.DefaultSavePlanner,), {})(enable_plan_caching=True)
+
+    def saved(which, name, state, **options):
+        path = folder / f"{options.pop('under', '.')}/x.h5"
+        dcp.save(state, storage_writer=writers[which], checkpoint_id=path, planner=planner(name), **options)
+        got = {key: torch.zeros_like(x) if isinstance(x, torch.Tensor) else None for key, x in state.items()}
+        load(got, path)
+        for key in ("a", "b"):
+            findings.check(key not in state or torch.equal(got[key], state[key]), f"{name}: {key}")
+        names = [*staging.load(path, dim=None)]
+        findings.check(names == [key for key in state if key != "n"], f"{name}: {names}")
+
+    saved(0, "Torn", more)
+    failure(lambda: saved(0, "Torn", {"a": a}, under="no"), "no such folder", [0])
+    saved(0, "Torn", more)  # as torch's planner still has it on this rank, but not on the coordinator
+    failure(lambda: saved(0, "Torn", {"a": a, "b/": b}), "HD418", [0])
+    failure(lambda: saved(0, "Torn", {"a": a, "b/": b}), "HD418", [0])
+    saved(0, "Torn", {"a": a, "b": b})
+    saved(0, "Others", {"b": b})
+    failure(lambda: saved(0, "Torn", {"a": a, "b": b}), "HD419", [0])
+
+    def whole_or_refused(*args):
+        try:
+            saved(*args)
+        except CheckpointException as error:
+            findings.check("HD419" in str(error), str(error))
+
+    meshes = [DeviceMesh("cpu", order) for order in ([*range(n)], [*range(n)][::-1])]
+    x, y = ({"a": sharded(WHOLES["rows"], mesh, Shard(0))} for mesh in meshes)  # the same chunks on other ranks
+    for name, first, second in ("Two", {"a": a}, {"a": a, "b": b}), ("Moved", x, y):
+        writers[:] = HDF5Writer("x.h5"), HDF5Writer("x.h5")
+        saved(0, name, first)
+        whole_or_refused(1, name, second)
+        whole_or_refused(0, name, second)
+
+
+def test_one_writer_for_several_groups(world, rank, folder):
+    group, writer = dist.new_group([0], backend="mpi"), HDF5Writer("x.h5")
+    for k, some in enumerate((None, group, None)):
+        error = None
+        try:
+            if some is None or rank == 0:
+                dcp.save({}, storage_writer=writer, checkpoint_id=folder / f"{k}.h5", process_group=some)
+        except CheckpointException as caught:
+            error = caught
+        assert_on_all_ranks(error is None, error)
 
 
 def test_what_is_refused(folder, path):

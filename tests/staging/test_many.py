@@ -74,6 +74,26 @@ def test_rows_that_are_wrong(rows, findings, world, rank, folder):
             staging.load(path, dim=1, verify=True)
 
 
+def test_boxes_that_are_no_runs_tile_the_tensor(world, rank, folder):
+    """A row in the place of another leaves a hole, which no reader takes for data."""
+    path = folder / "x.h5"
+    with staging.open(path, "w", {"data": ((6, 6), torch.int64)}) as file:
+        for k in range(rank, 4, world.world_size):
+            file.write("data", torch.full((3, 3), k), (k // 2 * 3, k % 2 * 3))
+    if rank == 0:
+        with h5py.File(path, "r+") as file:
+            table = file["_hpcdist/pieces"][()].view(row_dtype(2))
+            table[1] = table[0]
+            file["_hpcdist/pieces"][...] = table.view("u1")
+    world.comm.Barrier()
+    for verify in (None, True):
+        damaged = pytest.raises(hd.FileError, match=r"table of the pieces of a tensor is damaged.*HD404")
+        with staging.open(path) as file, damaged:
+            file.read("data", (0, 0), (6, 6), verify=verify)
+        with pytest.raises(hd.RankError, match="HD404"):
+            staging.load(path, dim=None, verify=verify)
+
+
 def test_each_rank_writes_its_rows(world, rank, findings, folder):
     """Of many tensors of one piece, and of one of many; a second save like the first has the same rows."""
     few = {f"t/{i}": torch.full((rank + 1, *(2,) * (i % 3)), i) for i in range(70)}
