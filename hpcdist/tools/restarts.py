@@ -117,7 +117,7 @@ class Supervisor(Namespace):
         return ["env", f"PBS_NODEFILE={file}", *words]
 
     def start(self, nodes: list[str], count: int) -> int:
-        """Start the ranks, and return the exit status that a shell has. They are ended where they hang after a failure."""
+        """Start the ranks, and return a shell's exit status. They are ended where they hang after a failure."""
         variables = (f"HPCDIST_FACTS={self.folder}", f"TORCHELASTIC_RESTART_COUNT={count}")
         self.child = child = subprocess.Popen(["env", *variables, *self.on(nodes, self.command)])
         if self.told:  # too early for pass_on()
