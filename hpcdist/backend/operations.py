@@ -29,7 +29,7 @@ from hpcdist.backend.dispatcher import give_lazy_tensors, observed
 from hpcdist.backend.host_copies import gpu_events, share_memory
 from hpcdist.backend.reductions import Reduction, reduction
 from hpcdist.backend.works import DONE, Finished, Queued, Transfer, forget_done, recv, send
-from hpcdist.comm.team import Group, Settings, Team, create_group, digest
+from hpcdist.comm.team import Group, Settings, Team, create_group, digest, making
 from hpcdist.errors import coded, described, refusal
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import problem, tensors_in
@@ -460,8 +460,9 @@ def team_of(
     """
     peers = [peers[rank] for rank in ranks]
     number = digest(name, peers) & -2
-    comm = create_group(whole, ranks, number)  # the tag separates the groups that several threads make at once
-    return Team(comm, Group(comm.rank, peers), settings, number=number if name else None)
+    with making("a new group", peers, name):
+        comm = create_group(whole, ranks, number)  # the tag separates the groups that several threads make at once
+        return Team(comm, Group(comm.rank, peers), settings, number=number if name else None)
 
 
 _alive: set[MpiBackend] = set()

@@ -149,6 +149,21 @@ def is_alive(group: dist.ProcessGroup | None) -> bool:
         return False
 
 
+@contextmanager
+def making(what: str, peers: list[int], name: str = "") -> Iterator[None]:
+    """A context in which these ranks of the world make a group. It has the deadline of a call.
+
+    Args:
+        what: name of the call.
+        name: of the group, if it has one.
+    """
+    team = SimpleNamespace(number=digest(f"making {name}", peers), begun=0)
+    activity.peers[team.number] = peers
+    with activity.InCall(what, team):
+        yield
+    activity.forget(team.number)
+
+
 def create_group(comm: MPI.Intracomm, ranks: Sequence[int], tag: int) -> MPI.Intracomm:
     """Make a communicator of some ranks of another one. Collective over these ranks alone.
 
@@ -457,9 +472,7 @@ class Context:
 
             for ended in [group for group in self.teams if group.ended]:  # torch has no callback for that
                 self.forget(ended)
-            making = SimpleNamespace(number=digest("", group.peers), begun=0)
-            activity.peers[making.number] = group.peers
-            with activity.InCall("the first use of a group", making):
+            with making("the first use of a group", group.peers):
                 if isinstance(given, MPI.Intracomm):
                     comm = given.Dup()
                 else:

@@ -19,9 +19,9 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 
+from hpcdist.formats.paths import shown
 from hpcdist.launch import launcher
 from hpcdist.process.streams import printing
 from hpcdist.runtime.commandline import Parser
@@ -65,15 +65,16 @@ class Supervisor(Namespace):
             hosts = [host for host in hosts if host not in silent]
             if silent:
                 say(f"left out: {', '.join(silent)} (no answer, or {shared} is not shared)")
+            why = f"{self.nodes} nodes are needed, and {len(hosts)} are left" if len(hosts) < self.nodes else ""
             if count:
                 before = errors
                 errors, lost = self.judge(facts, silent, status)
                 if errors & before and saved == self.saved():
-                    say("the fault is in the program: the same error twice, and nothing saved between the two")
-                    return status
+                    why = "the fault is in the program: the same error twice, and nothing saved between the two"
                 blames.update(lost)
-            if len(hosts) < self.nodes:
-                say(f"{self.nodes} nodes are needed, and {len(hosts)} are left")
+            if why or self.told:
+                say(why or "no start after a signal")
+                shutil.rmtree(self.folder, ignore_errors=True)
                 return status
             nodes = sorted(sorted(hosts, key=lambda host: blames[short(host)])[: self.nodes], key=hosts.index)
             saved, facts = self.saved(), self.folder
@@ -86,7 +87,7 @@ class Supervisor(Namespace):
                 say(f"restart {count} of {self.restarts} on {', '.join(nodes)}, from {begin}")
             status = self.start(nodes, count)
             if status in (0, _STOPPED) or self.told:
-                shutil.rmtree(facts)
+                shutil.rmtree(facts, ignore_errors=True)
                 return status
             say(f"the ranks have ended with status {status}")
             left = launcher.time_left({"SLURM_JOB_ID" if self.by_srun() else "PBS_JOBID": self.job})
@@ -110,11 +111,13 @@ class Supervisor(Namespace):
             return [words[0], "--overlap", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", *words[1:]]
         file = self.folder / f"nodes-{len(nodes)}-{nodes[0]}"
         file.write_text("".join(f"{host}\n" for host in self.hosts.split(",") if host in nodes))
-        named = [str(file) if before == "--hostfile" else word for before, word in pairwise(["", *words])]
-        return ["env", f"PBS_NODEFILE={file}", *named]
+        if "--hostfile" in words:  # the program may have such an option, too, after it
+            at = words.index("--hostfile") + 1
+            words = [*words[:at], str(file), *words[at + 1 :]]
+        return ["env", f"PBS_NODEFILE={file}", *words]
 
     def start(self, nodes: list[str], count: int) -> int:
-        """Start the ranks, and return their exit status. They are ended where they hang after a failure."""
+        """Start the ranks, and return a shell's exit status. They are ended where they hang after a failure."""
         variables = (f"HPCDIST_FACTS={self.folder}", f"TORCHELASTIC_RESTART_COUNT={count}")
         self.child = child = subprocess.Popen(["env", *variables, *self.on(nodes, self.command)])
         if self.told:  # too early for pass_on()
@@ -123,7 +126,8 @@ class Supervisor(Namespace):
             time.sleep(_LOOK)
             if any(self.folder.glob("*.json")):
                 with suppress(subprocess.TimeoutExpired):
-                    return child.wait(_END)
+                    child.wait(_END)
+                    break
                 with suppress(
                     OSError, subprocess.SubprocessError
                 ):  # of Slurm's steps, that of this script has no number
@@ -131,7 +135,7 @@ class Supervisor(Namespace):
                     steps = re.findall(r"^\S+\.\d+$", launcher.printed(words), re.MULTILINE)
                     launcher.printed(["scancel", *steps])
                 child.kill()
-        return child.returncode
+        return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
     def silent(self, nodes: Iterable[str]) -> list[str]:
         """Return the nodes that do not run a command in time, or do not have the folder of facts."""
@@ -148,13 +152,18 @@ class Supervisor(Namespace):
         """Return which errors of the program the facts tell, and which hosts they blame: none if a node is silent."""
         errors, lost = set(), set()
         for file in folder.glob("*.json"):
-            facts = json.loads(file.read_text())
-            if facts["job"] != self.job:
-                say(f"{file} is of job {facts['job'] or '(none)'}, and ignored")
-            if facts["job"] != self.job or short(facts["host"]) in map(short, silent):  # which sees others as lost
+            try:
+                facts = json.loads(file.read_bytes())
+                job, rank, host = (facts[name] for name in ("job", "rank", "host"))
+            except (OSError, ValueError, TypeError, LookupError):
+                say(f"{file} has no facts, and is ignored")
+                continue
+            if job != self.job:
+                say(f"{file} is of job {job or '(none)'}, and ignored")
+            if job != self.job or short(host) in map(short, silent):  # which sees others as lost
                 continue
             error, place = facts.get("error", f"exit status {facts.get('status')}"), facts.get("place", "its end")
-            say(f"rank {facts['rank']} on {facts['host']}: {error}, at {place}")
+            say(f"rank {rank} on {host}: {error}, at {place}")
             errors.add(re.sub(r"[\d.]+", "", error) + place)
             for rank, host in facts.get("lost", {}).items():
                 say(f"rank {rank} on {host} was dead, stopped, or silent")
@@ -170,7 +179,7 @@ def short(host: str) -> str:
 
 def say(text: str) -> None:
     """Print a line of the supervisor's."""
-    print(f"hpcdist restarts: {text}", flush=True)
+    print(f"hpcdist restarts: {shown(text)}", flush=True)
 
 
 def main(words: list[str]) -> int:

@@ -111,6 +111,21 @@ def test_facts_of_another_job_are_ignored(run):
     assert "rank-0.json is of job 8, and ignored\n" in out
 
 
+@pytest.mark.parametrize("text", ["", "no JSON", "[1]", "{}", "\\377"])
+def test_a_file_without_facts_is_ignored(text, run):
+    """A node may have died while it was written."""
+    status, out, started = run(f"[ $count = 1 ] || {{ printf '{text}' >$HPCDIST_FACTS/rank-1.json; exit 3; }}")
+    assert (status, len(started)) == (0, 2), out
+    assert "rank-1.json has no facts, and is ignored\n" in out
+
+
+def test_an_error_of_any_bytes_is_reported(run):
+    error = 'fact 1 node1 \'"error": "OSError: \\\\udcff", "place": "train.py:3"\''
+    status, out, started = run(f"[ $count = 1 ] || {{ {error}; exit 3; }}")
+    assert (status, len(started)) == (0, 2), out
+    assert r"rank 1 on node1: OSError: \udcff, at train.py:3" in out
+
+
 def test_ranks_that_hang_after_a_failure_are_ended(run, monkeypatch):
     monkeypatch.setattr(restarts, "_END", 0.5)
     squeue = 'case "$*" in *s*-o*%i*) echo "7.batch\n7.3" ;; *) echo 10:00 ;; esac'
@@ -125,17 +140,29 @@ def test_a_signal_goes_to_the_ranks_and_nothing_starts_again(run):
     assert (status, started) == (9, ["0 node1,node2"]), out
 
 
+def test_a_signal_while_nodes_are_tested_starts_nothing(run):
+    srun = SRUN.replace("exec test", "{ ! [ -s started ] || kill -TERM $PPID; } && exec test")
+    status, out, started = run("exit 3", tools={"srun": srun})
+    assert (status, len(started)) == (3, 1) and out.endswith("no start after a signal\n"), out
+    assert len(list(Path().glob("hpcdist-*"))) == 1
+
+
+def test_ranks_that_a_signal_ends_and_a_folder_that_is_gone(run):
+    assert run("kill -KILL $$")[0] == 137
+    assert run("rm -r $HPCDIST_FACTS")[0] == 0
+
+
 def test_no_restart_near_the_time_limit(run):
     status, out, started = run("exit 3", tools={"squeue": "echo 0:30"})
     assert (status, len(started)) == (3, 1) and "the job ends in 30 s: no restart\n" in out
 
 
 def test_under_pbs_mpirun_gets_a_file_of_the_nodes(run):
-    launch = ("mpirun", "-n", "4", "--hostfile", "old", "train")
+    launch = ("mpirun", "-n", "4", "--hostfile", "old", "train", "--hostfile", "its own")
     mpirun = (
         "#!/bin/sh\n"
         'case "$*" in *" test -d "*) exec test -d "${7}" ;; esac\n'
-        'cmp -s "$4" "$PBS_NODEFILE" || exit 9\n'
+        '[ "$7" = "its own" ] && cmp -s "$4" "$PBS_NODEFILE" || exit 9\n'
         "cat $PBS_NODEFILE >>started; exit $((3 - 3 * TORCHELASTIC_RESTART_COUNT))\n"
     )
     tools = {"mpirun": mpirun, "qstat": "exit 1"}

@@ -131,6 +131,7 @@ CALLS = {
     "concat": lambda: hd.concat(x),
     "new_comm": lambda: hd.concat(x, group=used[1]),
     "new_group": lambda: hd.concat(x, group=groups[0]),
+    "own_group": lambda: dist.new_group([1, dist.get_rank()], backend="mpi"),
     "load": lambda: hd.staging.load("hanging.h5"),
     "plan": lambda: hd.plan(hd.redistribute, x, hd.Split(0), hd.Replicate()),
     "backward": lambda: whole[0].sum().backward(),

@@ -61,6 +61,7 @@ def test_the_reasons_are_told_in_a_table_of_all_ranks():
 CALLS = {  # verb: as it is named
     "new_group": "the first use of a group",  # of ranks 0 and 1
     "new_comm": "the first use of a group",
+    "own_group": "a new group",
     "recv": r"recv\(\)",
     "irecv": r"irecv\(\).wait\(\)",
     "split": r"split\(\)",
