@@ -246,10 +246,7 @@ def memory_of(state: dict[str, Tensor], tensors: Mapping[str, Stored]) -> dict[s
     for item in planner.create_local_plan().items:
         box = Box(tuple(item.storage_offsets), tuple(item.lengths))
         x = planner.resolve_tensor(item)
-        try:
-            found[item.storage_index.fqn].append((box, local.ready(written(x, x), "out")))
-        except local.ArgumentError as error:
-            raise local.ArgumentError(f"{item.storage_index.fqn}: {error}") from None
+        found[item.storage_index.fqn].append((box, local.ready(written(x, x), item.storage_index.fqn, writes=True)))
     return found
 
 

@@ -292,14 +292,14 @@ def describe(call: Call, value: Any, dim: Any, name: str) -> Tensor:
     return rows
 
 
-def ready(x: Any, name: str) -> Tensor:
-    """Return `x` ready to be sent, or to be written if its name is "out"; raise an ArgumentError if it cannot be."""
+def ready(x: Any, name: str, writes: bool = False) -> Tensor:
+    """Return `x` ready to be sent, or to be written, as "out" always is; raise an ArgumentError if it cannot be."""
     if not isinstance(x, Tensor):
         raise ArgumentError("HD201", not_a_tensor(x, name))
     problem = storage.problem(x)
     if problem is not None:
         raise ArgumentError("HD202", f"{name} {problem}")
-    return _writable(x) if name == "out" else storage.resolved(x)
+    return _writable(x, name) if writes or name == "out" else storage.resolved(x)
 
 
 def _check_out(op: Any, rank: int, call: Call) -> None:
@@ -326,19 +326,19 @@ def _check_like(out: Tensor, x: Tensor) -> None:
         raise ArgumentError("HD208", f"out is on {out.device}, expected {x.device}, that of x")
 
 
-def _writable(out: Tensor) -> Tensor:
+def _writable(out: Tensor, name: str) -> Tensor:
     """Return `out` detached; raise an ArgumentError if it cannot be written."""
     if out.is_conj() or out.is_neg():
-        raise ArgumentError("HD208", "out is a lazily conjugated or negated view: pass the tensor itself")
+        raise ArgumentError("HD208", f"{name} is a lazily conjugated or negated view: pass the tensor itself")
     if out.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(
-            "HD208", "out requires a gradient, which would be lost: pass out.detach(), or use torch.no_grad()"
+            "HD208", f"{name} requires a gradient, which would be lost: pass {name}.detach(), or use torch.no_grad()"
         )
     if out.is_inference() and not torch.is_inference_mode_enabled():
-        raise ArgumentError("HD208", "out was created in torch.inference_mode() and can be written only there")
+        raise ArgumentError("HD208", f"{name} was created in torch.inference_mode() and can be written only there")
     if overlaps_itself(out):
         raise ArgumentError(
-            "HD208", "out overlaps itself: several of its elements share memory, as in an expanded tensor"
+            "HD208", f"{name} overlaps itself: several of its elements share memory, as in an expanded tensor"
         )
     return out.detach() if out.requires_grad else out
 

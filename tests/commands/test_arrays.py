@@ -401,7 +401,7 @@ def test_verify_reads_in_another_way(tmp_path):
             for read, library, write in (
                 (read_runs, by_library, put),
                 (misread, misread_by_library, put),
-                (read_runs, by_library, lambda self, i, row, piece: put(self, i, row, piece.flip(0))),
+                (read_runs, by_library, lambda self, i, row, box, piece: put(self, i, row, box, piece.flip(0))),
             ):
                 plain.Raw.read_runs, TensorReader.by_library, RankWriter.put = read, library, write
                 for suffix in (".npy", ".npz", ".pt", ".safetensors", ".h5"):

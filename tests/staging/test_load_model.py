@@ -307,7 +307,7 @@ def test_arguments(rank, last, size, folder):
     refused("window is 0", load, into=Model(), window=0, ranks=everyone)
     model = Model()
     model.few = torch.nn.Parameter(torch.zeros(1, 1).expand(1, 9))
-    refused("few: out overlaps itself", load, into=model if wrong else Model(), ranks=[last])
+    refused("few overlaps itself", load, into=model if wrong else Model(), ranks=[last])
     if size > 1:
         refused("convert is", load, into=Model(), convert=wrong, ranks=[last])
         refused("into is", load, **({"into": Model()} if wrong else {}), ranks=[last])
