@@ -146,13 +146,14 @@ def test_two_calls_of_one_name(how, gate, world, findings, folder):
     comm.Free()
 
 
-def test_copies_are_bounded(gate, findings, folder):
+def test_copies_are_bounded(gate, world, findings, folder):
     """A second save waits for the memory of the first; a larger state is written before the call returns."""
     x = torch.arange(200_000)
 
     def late(name, state, buffer):
-        """A save that the gate holds up before it returns."""
-        threading.Timer(0.3, gate.set).start()
+        """A save that the gate holds up before it returns: that of the rank which writes."""
+        world.comm.Barrier()  # else a late rank finds that the first has ended
+        threading.Timer(1, gate.set).start()
         handle = staging.save(folder / name, state, None, buffer=buffer, async_op=True)
         findings.check(gate.is_set(), f"{name} has not waited")
         return handle
