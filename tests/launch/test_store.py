@@ -85,7 +85,7 @@ STORE = """
     dist.all_reduce(x, group=dist.new_group())
     if rank:
         assert type(late) is LateStore and "connected" not in vars(late), late
-        assert dist.PrefixStore("a", late).add("n", 2) == 2 and late.delete_key("a/n") and late.num_keys()
+        assert dist.PrefixStore("a", late).add("n", 2) == 2 and late.delete_key("a/n") and late.num_keys() >= 0
         late = late.connected
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # by the store
     dist.all_reduce(x, group=dist.new_group(backend="gloo"))
