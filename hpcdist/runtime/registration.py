@@ -148,6 +148,7 @@ class GroupHost:
             _check_place(int(place[0] or comm.rank), int(place[1] or comm.size), comm)
             with activity.InCall("init_process_group", self.team):
                 store = rendezvous.open_store(comm, self._meeting, timeout)
+                comm.Barrier()  # here a rank that does not come is named: torch would wait for it in the store
             yield store, comm.rank, comm.size
             raise refusal(RuntimeError, "HD106", "Unable to perform re-rendezvous using MPI")
 
