@@ -324,10 +324,13 @@ class HDF5Writer(_OneFile, StorageWriter):
         """Check this rank's tensors, and report their host to the coordinator.
 
         If the last save ended before anything was written, the planner's plan of all ranks is not that of what it keeps
-        here, to which it compares: the rank sends its plan again.
+        here, to which it compares: the rank sends its plan again. Until torch 2.12, it compares to that of the save
+        that has failed, of which not all ranks may know.
         """
         done, begun = self._own
         if not plan.usable and begun is not None:
+            if torch.__version__ < "2.13":
+                raise refusal(ValueError, "HD419", _CACHED)
             plan = done or plan
         self._own = done, plan if plan.usable else done
         for item in plan.items:

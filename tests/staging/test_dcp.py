@@ -396,7 +396,8 @@ def test_plans_that_are_out_of_date(findings, world, rank, folder):
     failure(lambda: saved(0, "Torn", {"a": a}, under="no"), "no such folder", [0])
     saved(0, "Torn", more)  # as torch's planner still has it on this rank, but not on the coordinator
     failure(lambda: saved(0, "Torn", {"a": a, "b/": b}), "HD418", [0])
-    failure(lambda: saved(0, "Torn", {"a": a, "b/": b}), "HD418", [0])
+    kept = torch.__version__ >= "2.13"  # by torch, the plan of the latest save that was written
+    failure(lambda: saved(0, "Torn", {"a": a, "b/": b}), "HD418" if kept else "HD419", [0] if kept else range(n))
     saved(0, "Torn", {"a": a, "b": b})
     saved(0, "Others", {"b": b})
     failure(lambda: saved(0, "Torn", {"a": a, "b": b}), "HD419", [0])
