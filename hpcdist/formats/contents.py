@@ -20,7 +20,7 @@ from hpcdist.errors import FileError, listed
 from hpcdist.formats.paths import check_regular, file_errors, shown
 from hpcdist.formats.plain import Raw, digest, page_size, read_at
 from hpcdist.layout import Box
-from hpcdist.layout.box import Ints, Listed, whole
+from hpcdist.layout.box import Ints, Listed, span, whole
 from hpcdist.tensors.storage import DTYPES
 
 UNREADABLE = "cannot be read"  # the first words on what is left out because it is damaged, or its library too old
@@ -90,8 +90,7 @@ class PieceTable:
         """
         if not box.size():
             return 0, self.read(fd, 0, 0)
-        end = Box(tuple(o + n - 1 for o, n in zip(*box, strict=True)), box.shape)
-        low, high = Listed.of([box, end], self.shape).starts.tolist()
+        low, high = span(box, self.shape)
         for first, last in self._ranges(fd, low, high):
             table = self.read(fd, first, last)
             boxes = boxes_of(table, self.shape)

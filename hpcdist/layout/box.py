@@ -149,6 +149,13 @@ def _run_dim(box: Box, shape: Sequence[int]) -> int:
     return max(0, dim - 1)  # the innermost dim that is only partly covered belongs to the run
 
 
+def span(box: Box, shape: Sequence[int]) -> tuple[int, int]:
+    """Return the first and the last element of a box in a tensor's memory."""
+    strides = _strides(shape)
+    first = sum(o * stride for o, stride in zip(box.offset, strides, strict=True))
+    return first, first + sum((n - 1) * stride for n, stride in zip(box.shape, strides, strict=True))
+
+
 def run_starts(box: Box, shape: Sequence[int]) -> Ints:
     """Return the elements at which the runs of a box begin in a tensor's memory."""
     strides = _strides(shape)
@@ -321,8 +328,7 @@ class Listed(BoxSequence):
     def _find(self, box: Box) -> Ints:
         low, high = 0, len(self)
         if high > _FEW and self.are_runs:
-            ends = Listed.of([box, Box(tuple(o + n - 1 for o, n in zip(*box, strict=True)), box.shape)], self.shape)
-            first, last = ends.starts.tolist()
+            first, last = span(box, self.shape)
             low = max(0, int(np.searchsorted(self.starts, first, "right")) - 1)
             high = int(np.searchsorted(self.starts, last, "right"))
         offsets, shapes = self.offsets[low:high], self.shapes[low:high]

@@ -128,9 +128,8 @@ class Supervisor(Namespace):
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(_END)
                     break
-                with suppress(
-                    OSError, subprocess.SubprocessError
-                ):  # of Slurm's steps, that of this script has no number
+                with suppress(OSError, subprocess.SubprocessError):
+                    # Of Slurm's steps, that of this script has no number.
                     words = ["squeue", "-hs", "-o", "%i", "-j", self.job]
                     steps = re.findall(r"^\S+\.\d+$", launcher.printed(words), re.MULTILINE)
                     launcher.printed(["scancel", *steps])
