@@ -8,7 +8,10 @@ and from the facts that failing ranks write to the folder HPCDIST_FACTS: see doc
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -17,9 +20,9 @@ import tempfile
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from hpcdist.formats.paths import shown
 from hpcdist.launch import launcher
@@ -28,9 +31,19 @@ from hpcdist.runtime.commandline import Parser
 
 _STOPPED = 75  # the exit status of a program that stops in time, to be requeued
 _ANSWER = 10.0  # seconds in which a node answers a test
+_FIRST = 60.0  # the same, before the first start
+_TESTS = 64  # tests of nodes at once; with more nodes, each is of several
 _END = 5.0  # seconds in which the ranks end after one has written its facts
 _LOOK = 0.5  # seconds between two looks at the facts
+_PART = 1 << 16  # bytes of the ranks' output at once
 _LEAST = 60.0  # seconds of the job that a restart is worth
+# What launchers print of ranks that end. The first such line tells the cause: the launcher ends the other ranks.
+_CAUSE = re.compile(
+    rb"srun: error: (\S+): tasks? [\d,-]+: (?:Killed|Bus error|Out Of Memory)"
+    rb"|process rank \d+ with PID \d+ on node (\S+) exited on signal [79] "  # Open MPI
+    rb"|(\S+): shepherd died from signal 9\b"  # PALS
+    rb"|srun: error: \S+: tasks? .*\n|exited on signal \d+ .*\n"  # other causes
+)
 
 
 class Supervisor(Namespace):
@@ -57,11 +70,11 @@ class Supervisor(Namespace):
         hosts = list(dict.fromkeys(self.hosts.split(",")))
         blames: Counter[str] = Counter()
         errors: set[str] = set()
-        saved, status, facts = 0, 1, Path()
+        saved, status, killed, facts = 0, 1, "", Path()
         for count in range(self.restarts + 1):
             prefix, shared = f"hpcdist-{self.job}-run-{count}-", self.checkpoint.absolute().parent
             self.folder = Path(tempfile.mkdtemp(prefix=prefix, dir=shared))
-            silent = self.silent(hosts)
+            silent = self.silent(hosts, _ANSWER if count else _FIRST)
             hosts = [host for host in hosts if host not in silent]
             if silent:
                 say(f"left out: {', '.join(silent)} (no answer, or {shared} is not shared)")
@@ -71,7 +84,7 @@ class Supervisor(Namespace):
                 errors, lost = self.judge(facts, silent, status)
                 if errors & before and saved == self.saved():
                     why = "the fault is in the program: the same error twice, and nothing saved between the two"
-                blames.update(lost)
+                blames.update(lost | {short(killed)})
             if why or self.told:
                 say(why or "no start after a signal")
                 shutil.rmtree(self.folder, ignore_errors=True)
@@ -85,11 +98,11 @@ class Supervisor(Namespace):
                     else f"its beginning, unless it saves something else than {self.checkpoint}"
                 )
                 say(f"restart {count} of {self.restarts} on {', '.join(nodes)}, from {begin}")
-            status = self.start(nodes, count)
+            status, killed = self.start(nodes, count)
             if status in (0, _STOPPED) or self.told:
                 shutil.rmtree(facts, ignore_errors=True)
                 return status
-            say(f"the ranks have ended with status {status}")
+            say(f"the ranks have ended with status {status}" + f" after a kill on {killed}" * bool(killed))
             left = launcher.time_left({"SLURM_JOB_ID" if self.by_srun() else "PBS_JOBID": self.job})
             if left is not None and left < _LEAST:
                 say(f"the job ends in {left:.0f} s: no restart")
@@ -105,47 +118,68 @@ class Supervisor(Namespace):
         paths = (self.checkpoint, *self.checkpoint.rglob("*"))
         return max((one.stat().st_mtime_ns for one in paths if one.exists()), default=0)
 
-    def on(self, nodes: list[str], words: list[str]) -> list[str]:
-        """Return a command line of the launcher for these nodes."""
+    def on(self, nodes: list[str], words: list[str], once: bool = False) -> list[str]:
+        """Return a command line of the launcher for these nodes; `once`: a file for mpirun names each once."""
         if self.by_srun():  # a step that has lost a node holds the others: --overlap
             return [words[0], "--overlap", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", *words[1:]]
-        file = self.folder / f"nodes-{len(nodes)}-{nodes[0]}"
-        file.write_text("".join(f"{host}\n" for host in self.hosts.split(",") if host in nodes))
+        file = self.folder / f"nodes-{nodes[0]}-{once}"
+        lines = nodes if once else [host for host in self.hosts.split(",") if host in nodes]
+        file.write_text("".join(f"{host}\n" for host in lines))
         if "--hostfile" in words:  # the program may have such an option, too, after it
             at = words.index("--hostfile") + 1
             words = [*words[:at], str(file), *words[at + 1 :]]
         return ["env", f"PBS_NODEFILE={file}", *words]
 
-    def start(self, nodes: list[str], count: int) -> int:
-        """Start the ranks, and return a shell's exit status. They are ended where they hang after a failure."""
+    def start(self, nodes: list[str], count: int) -> tuple[int, str]:
+        """Start the ranks. Return a shell's exit status, and the node where one was killed before the others ended.
+
+        They are ended where they hang after a failure.
+        """
         variables = (f"HPCDIST_FACTS={self.folder}", f"TORCHELASTIC_RESTART_COUNT={count}")
-        self.child = child = subprocess.Popen(["env", *variables, *self.on(nodes, self.command)])
+        words = ["env", *variables, *self.on(nodes, self.command)]
+        self.child = child = subprocess.Popen(words, stderr=subprocess.PIPE)
+        assert child.stderr
         if self.told:  # too early for pass_on()
             child.send_signal(self.told)
-        while child.poll() is None:
-            time.sleep(_LOOK)
-            if any(self.folder.glob("*.json")):
-                with suppress(subprocess.TimeoutExpired):
-                    child.wait(_END)
-                    break
-                with suppress(OSError, subprocess.SubprocessError):
-                    # Of Slurm's steps, that of this script has no number.
-                    words = ["squeue", "-hs", "-o", "%i", "-j", self.job]
-                    steps = re.findall(r"^\S+\.\d+$", launcher.printed(words), re.MULTILINE)
-                    launcher.printed(["scancel", *steps])
+        end, runs, text, said, cause = math.inf, True, b"", b"", None
+        while runs or text:
+            runs = child.poll() is None
+            text = forward(child.stderr, _LOOK if runs else 0.0)
+            said = (said + text)[-2 * _PART :]
+            cause = cause or _CAUSE.search(said)
+            if end == math.inf and any(self.folder.glob("*.json")):
+                end = time.monotonic() + _END
+            if runs and time.monotonic() > end:
+                self.cancel()
                 child.kill()
-        return child.returncode if child.returncode >= 0 else 128 - child.returncode
+        killed = next(filter(None, cause.groups()), b"") if cause else b""
+        return child.returncode if child.returncode >= 0 else 128 - child.returncode, killed.decode()
 
-    def silent(self, nodes: Iterable[str]) -> list[str]:
-        """Return the nodes that do not run a command in time, or do not have the folder of facts."""
-        words = [self.command[0], *["--hostfile", ""] * ("--hostfile" in self.command), "-n", "1"]
-        tests = [(node, subprocess.Popen(self.on([node], [*words, "test", "-d", str(self.folder)]))) for node in nodes]
-        end = time.monotonic() + _ANSWER
+    def cancel(self) -> None:
+        """Have Slurm end the ranks."""
+        with suppress(OSError, subprocess.SubprocessError):
+            # Of Slurm's steps, that of this script has no number.
+            words = ["squeue", "-hs", "-o", "%i", "-j", self.job]
+            steps = re.findall(r"^\S+\.\d+$", launcher.printed(words), re.MULTILINE)
+            launcher.printed(["scancel", *steps])
+
+    def silent(self, nodes: list[str], seconds: float, most: int = _TESTS) -> list[str]:
+        """Return the nodes that do not run a command in time, or do not have the folder of facts.
+
+        There are at most so many tests at once. A test of several nodes that fails is followed by one of each.
+        """
+        size = -(-len(nodes) // most)
+        groups = [nodes[at : at + size] for at in range(0, len(nodes), size)]
+        how = ["--ntasks-per-node=1"] if self.by_srun() else ["--hostfile", ""] * ("--hostfile" in self.command)
+        words = [self.command[0], *how, "-n", str(size), "test", "-d", str(self.folder)]
+        tests = [(group, subprocess.Popen(self.on(group, words, once=True))) for group in groups]
+        end = time.monotonic() + seconds
         for _, test in tests:
             with suppress(subprocess.TimeoutExpired):
                 test.wait(max(0.0, end - time.monotonic()))
             test.kill()
-        return [node for node, test in tests if test.wait()]
+        failed = [node for group, test in tests if test.wait() for node in group]
+        return self.silent(failed, seconds, len(failed)) if failed and size > 1 else failed
 
     def judge(self, folder: Path, silent: list[str], status: int) -> tuple[set[str], set[str]]:
         """Return which errors of the program the facts tell, and which hosts they blame: none if a node is silent."""
@@ -172,8 +206,20 @@ class Supervisor(Namespace):
 
 
 def short(host: str) -> str:
-    """Return the name of a host without its domain."""
-    return host.partition(".")[0]
+    """Return the name of a host without its domain, and without the interface that PALS appends."""
+    return re.sub(r"-hsn\d+$", "", host.partition(".")[0])
+
+
+def forward(pipe: IO[bytes], seconds: float) -> bytes:
+    """Print a part of what comes from a pipe, waiting at most so long for it, and return the part."""
+    if not select.select([pipe], [], [], seconds)[0]:
+        return b""
+    text = os.read(pipe.fileno(), _PART)
+    sys.stderr.buffer.write(text)
+    sys.stderr.flush()
+    if not text:  # it is closed
+        time.sleep(seconds)
+    return text
 
 
 def say(text: str) -> None:

@@ -128,8 +128,7 @@ def test_a_training_goes_on_from_its_checkpoint(fault, undisturbed):
     assert (went.ended.state, went.ended.status, went.ended.restarts) == ("COMPLETED", 0, 0), went.ended.out
     assert went.firsts == [(0, 0, 2), (SAVED, 1, 2)], went.ended.out
     assert went.weights == undisturbed, went.ended.out
-    # After a kill, srun ends the other ranks before they can write who is dead: no node is to blame.
-    nodes = "node1, node2" if fault in ("raise", "kill") else "node1, node3"
+    nodes = "node1, node2" if fault == "raise" else "node1, node3"
     assert f"restart 1 of 3 on {nodes}, from model.h5\n" in went.ended.out
 
 

@@ -1,6 +1,9 @@
 """The supervisor of a job that goes on, with stand-ins for srun and what else Slurm has. On Slurm: tests/cluster."""
 
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +16,9 @@ for word in "$@"; do
     case $word in --nodelist=*) nodes=${word#*=} ;; test) probe=1 ;; esac
 done
 if [ "$probe" ]; then
-    ! grep -qx "$nodes" dead && exec test -d "$(echo "$@" | sed 's/.* //')"
-    exit 1
+    echo "$nodes" >>tested
+    for node in $(echo "$nodes" | tr , ' '); do ! grep -qx "$node" dead || exit 1; done
+    exec test -d "$(echo "$@" | sed 's/.* //')"
 fi
 echo "$TORCHELASTIC_RESTART_COUNT $nodes" >>started
 count=$TORCHELASTIC_RESTART_COUNT
@@ -72,6 +76,44 @@ def test_a_silent_host_is_left_out_and_not_believed(run):
     status, out, started = run(f"[ $count = 1 ] || {{ {ranks}; }}")
     assert (status, started) == (0, ["0 node1,node2", "1 node1,node3"]), out
     assert "left out: node2 (no answer, or " in out
+
+
+SAID = [
+    ("srun: error: node2: task 2: Killed\nsrun: error: node1: tasks 0-1: Terminated", "node3"),
+    ("slurmstepd: x\nsrun: error: node2: tasks 2-3: Out Of Memory", "node3"),
+    ("mpirun noticed that process rank 2 with PID 0 on node node2 exited on signal 9 (Killed).", "node3"),
+    ("node2-hsn0.hsn.cm.cluster: shepherd died from signal 9\nnode1.cluster: rank 1 died from signal 15", "node3"),
+    ("srun: error: node1: task 0: Exited with exit code 1\nsrun: error: node2: task 2: Killed", "node2"),
+    ("prterun noticed that process rank 2 with PID 3 on node node2 exited on signal 11 (Segmentation fault).", "node2"),
+    ("srun: error: node[1-2]: tasks 0-3: Killed", "node2"),
+]
+
+
+@pytest.mark.parametrize(("said", "second"), SAID)
+def test_the_node_of_a_killed_rank_is_replaced(said, second, run):
+    """It is named by the launcher, which ends the ranks that would tell."""
+    status, out, started = run(f"[ $count = 1 ] || {{ echo '{said}' >&2; sleep 0.1; echo more >&2; exit 137; }}")
+    assert (status, started) == (0, ["0 node1,node2", f"1 node1,{second}"]), out
+    assert ("status 137 after a kill on node2" in out) == (second == "node3"), out
+
+
+def test_what_the_ranks_print_arrives(tmp_path):
+    """All of it, and a process that stays behind is not waited for."""
+    (tmp_path / "srun").write_text("#!/bin/sh\ncase $* in *test*) exit;; esac\nsleep 30 >/dev/null & seq 9999 >&2")
+    (tmp_path / "srun").chmod(0o755)
+    words = ["--job=7", "--hosts=a", "--nodes=1", "--restarts=0", "--checkpoint=x", "--", "srun", "train"]
+    how = {"cwd": tmp_path, "env": {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}}
+    done = subprocess.run([sys.executable, "-m", "hpcdist", "restarts", *words], capture_output=True, timeout=25, **how)
+    assert done.returncode == 0 and done.stderr == b"".join(b"%d\n" % i for i in range(1, 10000)), done
+
+
+def test_many_nodes_are_tested_in_groups(run):
+    hosts = [f"node{i}" for i in range(200)]
+    status, out, started = run("exit 0", hosts=",".join(hosts), dead="node5\n")
+    assert (status, started) == (0, ["0 node0,node1"]) and "left out: node5 (no answer" in out, out
+    tested = Path("tested").read_text().splitlines()
+    assert sorted(tested[:50]) == sorted(",".join(hosts[at : at + 4]) for at in range(0, 200, 4))
+    assert sorted(tested[50:]) == ["node4", "node5", "node6", "node7"]
 
 
 def test_too_few_nodes_or_a_folder_that_is_not_shared(run):
