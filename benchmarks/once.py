@@ -152,7 +152,8 @@ def small(world: hd.World, asked: argparse.Namespace, folder: Path) -> None:
 
 
 def weights(world: hd.World, asked: argparse.Namespace, folder: Path) -> None:
-    """8 files of 8 tensors, from the disk each time. Of plain reads, each rank has a run of each file."""
+    """8 files of 8 tensors, from the disk each time. Of plain reads, each rank has a run of each file, or of each
+    tensor."""
     rank, size, width = world.rank, world.world_size, 1024
     mesh = DeviceMesh("cpu", list(range(size)))
     nbytes = (asked.sizes or [2**29])[0]
@@ -174,6 +175,15 @@ def weights(world: hd.World, asked: argparse.Namespace, folder: Path) -> None:
                 file.seek(length * rank // size)
                 file.readinto(memory[at])
 
+    def plain_rows() -> None:
+        nbytes = rows // size * width * 4
+        for i in range(8):
+            at = (i + 8 * rank // size) % 8
+            with open(paths[at], "rb", buffering=0) as file:
+                for k in range(8):
+                    file.seek(length - (8 - k) * rows * width * 4 + rank * nbytes)
+                    file.readinto(memory[at][k * nbytes : (k + 1) * nbytes])
+
     def model(placement: Placement | None) -> torch.nn.Module:
         made = torch.nn.ModuleList(torch.nn.ParameterList(torch.empty(rows, width) for _ in range(8)) for _ in paths)
         for module in made if placement else ():
@@ -190,6 +200,7 @@ def weights(world: hd.World, asked: argparse.Namespace, folder: Path) -> None:
     ways: Ways = {
         "plain reads": plain,
         "the same once more (control)": plain,
+        "plain reads of the rows of each rank": plain_rows,
         "into= rows of each rank": partial(hd.staging.load, folder, into=model(Shard(0))),
         "into= columns of each rank": partial(hd.staging.load, folder, into=model(Shard(1))),
         "into= all on each rank": partial(hd.staging.load, folder, into=whole),

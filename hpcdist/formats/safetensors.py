@@ -125,9 +125,11 @@ def _header(path: str) -> tuple[dict[str, Raw | str], dict[str, str]]:
     text, by name."""
     from safetensors import safe_open
 
-    with file_errors(path), utf8_path(path) as known, safe_open(known, framework="pt"), open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")  # of the header, which the library has checked
-        header = json.loads(file.read(size))
+    with file_errors(path), open(path, "rb") as file, utf8_path(path) as known:
+        size = int.from_bytes(file.read(8), "little")
+        text_of_header = file.read(min(size, _MOST))  # first: of a cold file, the library's map reads MiB for it
+        with safe_open(known, framework="pt"):  # checks it
+            header = json.loads(text_of_header)
         text = header.pop(METADATA, {})
         check(header, text)
     dtypes = {name: dtype for dtype, name in _names_of_dtypes(SAFETENSORS.dtypes).items()}

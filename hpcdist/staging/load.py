@@ -432,30 +432,34 @@ def plan_load(
 def _fill(call: _Load, problems: list[str]) -> IncompatibleKeys:
     """Read the tensors of the model; keep the errors of this rank. Collective.
 
-    The ranks read a tensor apart if each element is on one rank alone, in long runs of the file. The pieces of the
+    The ranks read a tensor apart if they hold no more of it than there is, in long runs of the file. The pieces of the
     others are one list, in the order of the files. Each rank reads a run of it, of as many bytes as the others, and
     sends the parts of a piece to the ranks that hold them. So each byte is read once.
     """
-    keys, boxes, memory = _match(call)
-    apart, shared = dict[str, TensorReader](), dict[str, TensorReader]()
-    tables = objects.run_on_root(call.team.comm, VERB, lambda: [call.tensors[key].with_table() for key in boxes])
-    for (key, held), stored in zip(boxes.items(), tables, strict=True):
-        reader = TensorReader(call.files, stored, call.same["window"], call.same["verify"], call.progress)
-        parts = Listed.of([box for _, box, _ in held], reader.stored.shape)
-        longest = parts.run_lengths()[0].max(initial=0) * reader.stored.dtype.itemsize
-        (apart if reader.stored.raw and longest >= LEAST and parts.tile() else shared)[key] = reader
-    names = list(apart)
-    first = len(names) * call.team.rank // call.team.size  # so that ranks begin with different files
-    for key in names[first:] + names[:first]:
-        for box, x in memory.get(key, ()):
+    keys, memory, shared = _match(call)
+    comm, window, verify = call.team.comm, call.same["window"], call.same["verify"]
+    apart = [key for key in call.tensors if memory.get(key) and key not in shared]
+    first = len(apart) * call.team.rank // call.team.size  # so that ranks begin with different files
+    for key in apart[first:] + apart[:first]:
+        reader = TensorReader(call.files, replace(call.tensors[key]), window, verify, call.progress)
+        for box, x in memory[key]:
             with kept(problems):
-                apart[key].read(box, x)
-    _share(call, shared, boxes, memory, problems)
+                reader.read(box, x)
+    if shared:
+        held = {key: [(box, x.dtype) for box, x in memory.get(key, ())] for key in shared}
+        everywhere = objects.all_gather_object(comm, held, VERB)
+        boxes = {key: [(rank, *of) for rank, all_ in enumerate(everywhere) for of in all_[key]] for key in shared}
+        tables = objects.run_on_root(comm, VERB, lambda: [call.tensors[key].with_table() for key in shared])
+        readers = [TensorReader(call.files, stored, window, verify, call.progress) for stored in tables]
+        _share(call, dict(zip(shared, readers, strict=True)), boxes, memory, problems)
     return keys
 
 
-def _match(call: _Load) -> tuple[IncompatibleKeys, _Boxes, _Memory]:
+def _match(call: _Load) -> tuple[IncompatibleKeys, _Memory, list[str]]:
     """Compare the file with the model of each rank. Collective.
+
+    Returns:
+        The names that differ; this rank's boxes; and the tensors that ranks must read together.
 
     Raises:
         RankError: on every rank, if they differ.
@@ -465,8 +469,10 @@ def _match(call: _Load) -> tuple[IncompatibleKeys, _Boxes, _Memory]:
     loaded = {id(x): key for key, x in common.items()}  # of tied tensors one is enough, and the last one is read
     missing = [key for key, x in state.items() if id(x) not in loaded]
     memory: _Memory = {key: [] for key in common}
+    # Of each tensor: whether the model has it, the elements that this rank holds, and whether in many short runs.
+    mine = np.zeros((len(tensors), 3), np.int64)
 
-    def compare() -> tuple[list[str], list[str], dict[str, list[tuple[Box, torch.dtype]]]]:
+    def compare() -> tuple[list[str], list[str]]:
         from hpcdist.staging.dcp import memory_of  # imports torch's checkpoints
 
         wrong = []
@@ -476,21 +482,31 @@ def _match(call: _Load) -> tuple[IncompatibleKeys, _Boxes, _Memory]:
                 wrong.append(f"{key} ({kind} of {there}, in the model {own} of {here})")
             torch.empty(1, dtype=kind, device="cpu").to(own)  # raises if torch cannot convert them
         memory.update({} if wrong else memory_of({key: common[key] for key in loaded.values()}, tensors))
-        return missing if strict else [], wrong, {key: [(box, x.dtype) for box, x in memory[key]] for key in memory}
+        for i, key in enumerate(tensors):
+            if key in memory:
+                parts = Listed.of([box for box, _ in memory[key] if box.size()], tensors[key].shape)
+                lengths, counts = parts.run_lengths()
+                short = counts.sum() > 1 and lengths.min() * tensors[key].dtype.itemsize < LEAST
+                mine[i] = True, parts.sizes.sum(), short
+        return missing if strict else [], wrong
 
     found = objects.run_on_all(call.team.comm, VERB, compare)
-    boxes: _Boxes = {key: [] for key in tensors if any(key in held for *_, held in found)}
-    unexpected = [key for key in tensors if key not in boxes]
+    of_all = np.empty_like(mine)
+    call.team.comm.Allreduce(mine, of_all)
+    unexpected = [key for key, (have, *_) in zip(tensors, of_all, strict=True) if not have]
     problems = {}
-    for rank, (gone, wrong, held) in enumerate(found):
-        for key, of in held.items():
-            boxes[key] += [(rank, *box) for box in of]
+    for rank, (gone, wrong) in enumerate(found):
         lists = {"missing": gone, "unexpected": unexpected if strict else [], "of another shape or dtype": wrong}
         text = "; ".join(f"{len(names)} {what}: {listed(names)}" for what, names in lists.items() if names)
-        if text and (rank == 0 or (gone, wrong) != found[0][:2]):
+        if text and (rank == 0 or (gone, wrong) != found[0]):
             problems[rank] = coded("HD408", f"{call.same['path']}: {text}")
     objects.raise_problems(VERB, problems)
-    return IncompatibleKeys(missing, unexpected), {key: held for key, held in boxes.items() if held}, memory
+    shared = [
+        key
+        for (key, stored), (_, held, short) in zip(tensors.items(), of_all, strict=True)
+        if held and (held > prod(stored.shape) or short or stored.raw is None)
+    ]
+    return IncompatibleKeys(missing, unexpected), memory, shared
 
 
 def _share(

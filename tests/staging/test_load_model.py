@@ -1,6 +1,7 @@
 """load(into=): every kind of model from every kind of file, what is read and by whom, names that differ, refusals."""
 
 import json
+import pickle
 from functools import partial
 
 import pytest
@@ -14,7 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import hpcdist as hd
 from hpcdist import staging
+from hpcdist.control import objects
 from hpcdist.formats import plain
+from hpcdist.formats.contents import Stored
 from hpcdist.staging.reader import TensorReader
 from hpcdist.tensors.storage import Scratch
 
@@ -185,6 +188,31 @@ def test_ranks_share_the_reading(window, findings, size, folder, mesh_of, reads,
         held = [sum(x.numel() for x in scratch.held) for scratch in scratches]
         findings.check(held and max(held) <= limit, f"{max(held)} bytes of {window}")
         scratches.clear()
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".h5"])
+def test_shards_are_not_listed_to_all_ranks(suffix, findings, size, folder, mesh_of, monkeypatch):
+    """What ranks tell each other of a sharded model does not grow with the tensors, and no table is read whole."""
+    told, inner = [], objects.run_on_all
+
+    def noted(comm, what, step):
+        return inner(comm, what, lambda: (value := step(), told.append(len(pickle.dumps(value))))[0])
+
+    monkeypatch.setattr(objects, "run_on_all", noted)
+    monkeypatch.setattr(Stored, "with_table", lambda self: pytest.fail("a table is read whole"))
+    for count in (2, 40):
+        tensors = {f"x{i}": torch.arange(12.0).view(6, 2) + 100 * i for i in range(count)}
+        staging.save(folder / f"x{suffix}", tensors, None)
+        model = torch.nn.Module()
+        for name in tensors:
+            x = torch.nn.Parameter(torch.zeros(6, 2))
+            model.register_parameter(name, x)
+        fully_shard(model, mesh=mesh_of(-1))
+        told.clear()
+        findings.check(staging.load(folder / f"x{suffix}", into=model) == ([], []), "keys")
+        for name, x in model.state_dict().items():
+            findings.same(x.full_tensor(), tensors[name], name)
+        findings.check(max(told) < 100, told)
 
 
 def test_names_of_a_group(findings, folder):
