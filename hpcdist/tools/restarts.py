@@ -22,7 +22,7 @@ from argparse import Namespace
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from hpcdist.formats.paths import shown
 from hpcdist.launch import launcher
@@ -32,17 +32,17 @@ from hpcdist.runtime.commandline import Parser
 _STOPPED = 75  # the exit status of a program that stops in time, to be requeued
 _ANSWER = 10.0  # seconds in which a node answers a test
 _FIRST = 60.0  # the same, before the first start
+_SOON = 3.0  # the same, of a node that a rank blames, if there are enough others
 _TESTS = 64  # tests of nodes at once; with more nodes, each is of several
 _END = 5.0  # seconds in which the ranks end after one has written its facts
 _LOOK = 0.5  # seconds between two looks at the facts
-_PART = 1 << 16  # bytes of the ranks' output at once
+_PART, _TAIL = 1 << 16, 1 << 20  # bytes of the ranks' output: at once, and the last ones, where a launcher tells why
 _LEAST = 60.0  # seconds of the job that a restart is worth
-# What launchers print of ranks that end. The first such line tells the cause: the launcher ends the other ranks.
-_CAUSE = re.compile(
-    rb"srun: error: (\S+): tasks? [\d,-]+: (?:Killed|Bus error|Out Of Memory)"
+# What launchers print of ranks that were killed, and srun of one that has ended by itself, after which it kills others.
+_ENDED = re.compile(
+    rb"srun: error: (\S+): tasks? [\d,-]+: (Killed|Bus error|Out Of Memory|Exited)"
     rb"|process rank \d+ with PID \d+ on node (\S+) exited on signal [79] "  # Open MPI
     rb"|(\S+): shepherd died from signal 9\b"  # PALS
-    rb"|srun: error: \S+: tasks? .*\n|exited on signal \d+ .*\n"  # other causes
 )
 
 
@@ -74,17 +74,18 @@ class Supervisor(Namespace):
         for count in range(self.restarts + 1):
             prefix, shared = f"hpcdist-{self.job}-run-{count}-", self.checkpoint.absolute().parent
             self.folder = Path(tempfile.mkdtemp(prefix=prefix, dir=shared))
-            silent = self.silent(hosts, _ANSWER if count else _FIRST)
+            told = self.read(facts) if count else []
+            silent = self.silent(hosts, _ANSWER if count else _FIRST, lost_by(told))
             hosts = [host for host in hosts if host not in silent]
             if silent:
                 say(f"left out: {', '.join(silent)} (no answer, or {shared} is not shared)")
             why = f"{self.nodes} nodes are needed, and {len(hosts)} are left" if len(hosts) < self.nodes else ""
             if count:
                 before = errors
-                errors, lost = self.judge(facts, silent, status)
+                errors, lost = self.judge(told, silent, status, killed)
                 if errors & before and saved == self.saved():
                     why = "the fault is in the program: the same error twice, and nothing saved between the two"
-                blames.update(lost | {short(killed)})
+                blames.update(lost)
             if why or self.told:
                 say(why or "no start after a signal")
                 shutil.rmtree(self.folder, ignore_errors=True)
@@ -102,7 +103,7 @@ class Supervisor(Namespace):
             if status in (0, _STOPPED) or self.told:
                 shutil.rmtree(facts, ignore_errors=True)
                 return status
-            say(f"the ranks have ended with status {status}" + f" after a kill on {killed}" * bool(killed))
+            say(f"the ranks have ended with status {status}")
             left = launcher.time_left({"SLURM_JOB_ID" if self.by_srun() else "PBS_JOBID": self.job})
             if left is not None and left < _LEAST:
                 say(f"the job ends in {left:.0f} s: no restart")
@@ -131,7 +132,7 @@ class Supervisor(Namespace):
         return ["env", f"PBS_NODEFILE={file}", *words]
 
     def start(self, nodes: list[str], count: int) -> tuple[int, str]:
-        """Start the ranks. Return a shell's exit status, and the node where one was killed before the others ended.
+        """Start the ranks. Return a shell's exit status, and the node where one was killed, if that ended the others.
 
         They are ended where they hang after a failure.
         """
@@ -141,19 +142,19 @@ class Supervisor(Namespace):
         assert child.stderr
         if self.told:  # too early for pass_on()
             child.send_signal(self.told)
-        end, runs, text, said, cause = math.inf, True, b"", b"", None
+        end, runs, text, said = math.inf, True, b"", b""
         while runs or text:
             runs = child.poll() is None
             text = forward(child.stderr, _LOOK if runs else 0.0)
-            said = (said + text)[-2 * _PART :]
-            cause = cause or _CAUSE.search(said)
+            said = (said + text)[-_TAIL:]
             if end == math.inf and any(self.folder.glob("*.json")):
                 end = time.monotonic() + _END
             if runs and time.monotonic() > end:
                 self.cancel()
                 child.kill()
-        killed = next(filter(None, cause.groups()), b"") if cause else b""
-        return child.returncode if child.returncode >= 0 else 128 - child.returncode, killed.decode()
+        ended = [(by_srun or other or pals, how) for by_srun, how, other, pals in _ENDED.findall(said)]
+        killed = ended[0][0].decode() if ended and all(how != b"Exited" for _, how in ended) else ""
+        return child.returncode if child.returncode >= 0 else 128 - child.returncode, killed
 
     def cancel(self) -> None:
         """Have Slurm end the ranks."""
@@ -163,46 +164,67 @@ class Supervisor(Namespace):
             steps = re.findall(r"^\S+\.\d+$", launcher.printed(words), re.MULTILINE)
             launcher.printed(["scancel", *steps])
 
-    def silent(self, nodes: list[str], seconds: float, most: int = _TESTS) -> list[str]:
+    def silent(self, nodes: list[str], seconds: float, doubted: set[str], most: int = _TESTS) -> list[str]:
         """Return the nodes that do not run a command in time, or do not have the folder of facts.
 
-        There are at most so many tests at once. A test of several nodes that fails is followed by one of each.
+        There are at most so many tests at once. A test of several nodes that fails is followed by one of each. Nodes in
+        doubt do not have the whole time, if enough others answer.
         """
         size = -(-len(nodes) // most)
         groups = [nodes[at : at + size] for at in range(0, len(nodes), size)]
         how = ["--ntasks-per-node=1"] if self.by_srun() else ["--hostfile", ""] * ("--hostfile" in self.command)
         words = [self.command[0], *how, "-n", str(size), "test", "-d", str(self.folder)]
         tests = [(group, subprocess.Popen(self.on(group, words, once=True))) for group in groups]
-        end = time.monotonic() + seconds
+        begun = time.monotonic()
+        while waits := [node for group, test in tests if test.poll() is None for node in group]:
+            answered = sum(len(group) for group, test in tests if test.returncode == 0)
+            enough = answered >= self.nodes and doubted.issuperset(map(short, waits))
+            if time.monotonic() > begun + (min(_SOON, seconds) if enough else seconds):
+                break
+            time.sleep(0.05)
         for _, test in tests:
-            with suppress(subprocess.TimeoutExpired):
-                test.wait(max(0.0, end - time.monotonic()))
             test.kill()
         failed = [node for group, test in tests if test.wait() for node in group]
-        return self.silent(failed, seconds, len(failed)) if failed and size > 1 else failed
+        return self.silent(failed, seconds, doubted, len(failed)) if failed and size > 1 else failed
 
-    def judge(self, folder: Path, silent: list[str], status: int) -> tuple[set[str], set[str]]:
-        """Return which errors of the program the facts tell, and which hosts they blame: none if a node is silent."""
-        errors, lost = set(), set()
+    def read(self, folder: Path) -> list[dict[str, Any]]:
+        """Return the facts of this job in a folder."""
+        found = []
         for file in folder.glob("*.json"):
             try:
                 facts = json.loads(file.read_bytes())
-                job, rank, host = (facts[name] for name in ("job", "rank", "host"))
+                job, _, _ = (facts[name] for name in ("job", "rank", "host"))
             except (OSError, ValueError, TypeError, LookupError):
                 say(f"{file} has no facts, and is ignored")
                 continue
-            if job != self.job:
+            if job == self.job:
+                found.append(facts)
+            else:
                 say(f"{file} is of job {job or '(none)'}, and ignored")
-            if job != self.job or short(host) in map(short, silent):  # which sees others as lost
-                continue
+        return found
+
+    def judge(
+        self, told: list[dict[str, Any]], silent: list[str], status: int, killed: str
+    ) -> tuple[set[str], set[str]]:
+        """Return which errors of the program there were, and which hosts are to blame: none if a node is silent."""
+        believed = [facts for facts in told if short(facts["host"]) not in map(short, silent)]  # which lose the others
+        errors, lost = set(), lost_by(believed)
+        for facts in believed:
             error, place = facts.get("error", f"exit status {facts.get('status')}"), facts.get("place", "its end")
-            say(f"rank {rank} on {host}: {error}, at {place}")
+            say(f"rank {facts['rank']} on {facts['host']}: {error}, at {place}")
             errors.add(re.sub(r"[\d.]+", "", error) + place)
             for rank, host in facts.get("lost", {}).items():
                 say(f"rank {rank} on {host} was dead, stopped, or silent")
                 errors.add(rank)
-                lost.add(short(host))
+        if killed and not told:
+            say(f"a rank on {killed} was killed")
+            lost = {short(killed)}
         return (set(), set()) if silent else (errors or {f"status {status}"}, lost)
+
+
+def lost_by(told: list[dict[str, Any]]) -> set[str]:
+    """Return the hosts that ranks have lost."""
+    return {short(host) for facts in told for host in facts.get("lost", {}).values()}
 
 
 def short(host: str) -> str:

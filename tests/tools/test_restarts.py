@@ -83,7 +83,7 @@ SAID = [
     ("slurmstepd: x\nsrun: error: node2: tasks 2-3: Out Of Memory", "node3"),
     ("mpirun noticed that process rank 2 with PID 0 on node node2 exited on signal 9 (Killed).", "node3"),
     ("node2-hsn0.hsn.cm.cluster: shepherd died from signal 9\nnode1.cluster: rank 1 died from signal 15", "node3"),
-    ("srun: error: node1: task 0: Exited with exit code 1\nsrun: error: node2: task 2: Killed", "node2"),
+    ("srun: error: node2: task 2: Killed\nsrun: error: node1: task 0: Exited with exit code 1", "node2"),
     ("prterun noticed that process rank 2 with PID 3 on node node2 exited on signal 11 (Segmentation fault).", "node2"),
     ("srun: error: node[1-2]: tasks 0-3: Killed", "node2"),
 ]
@@ -94,7 +94,25 @@ def test_the_node_of_a_killed_rank_is_replaced(said, second, run):
     """It is named by the launcher, which ends the ranks that would tell."""
     status, out, started = run(f"[ $count = 1 ] || {{ echo '{said}' >&2; sleep 0.1; echo more >&2; exit 137; }}")
     assert (status, started) == (0, ["0 node1,node2", f"1 node1,{second}"]), out
-    assert ("status 137 after a kill on node2" in out) == (second == "node3"), out
+    assert ("a rank on node2" in out) == (second == "node3"), out
+
+
+def test_a_launcher_that_kills_the_others_blames_nobody(run):
+    """If a rank has told why it ended, srun may print first which ranks it has killed then."""
+    ranks = f"echo srun: error: node1: tasks 0-1: Killed >&2; {MISTAKE}"
+    status, out, started = run(f"[ $count = 1 ] || {{ {ranks}; }}")
+    assert (status, started) == (0, ["0 node1,node2", "1 node1,node2"]), out
+
+
+@pytest.mark.parametrize("hosts", [3, 2])
+def test_a_blamed_host_that_is_slow_is_not_waited_for(hosts, run, monkeypatch):
+    """If there are enough others; else it has the whole time."""
+    monkeypatch.setattr(restarts, "_SOON", 0.5)
+    srun = SRUN.replace("exec test", "case $nodes in node2) [ ! -s started ] || sleep 2 ;; esac; exec test")
+    names = ",".join(f"node{i + 1}" for i in range(hosts))
+    status, out, started = run(f"[ $count = 1 ] || {{ {LOST}; exit 1; }}", tools={"srun": srun}, hosts=names)
+    assert (status, started) == (0, ["0 node1,node2", f"1 node1,node{hosts}"]), out
+    assert ("left out: node2" in out) == (hosts == 3), out
 
 
 def test_what_the_ranks_print_arrives(tmp_path):
