@@ -172,9 +172,7 @@ class Supervisor(Namespace):
         """
         size = -(-len(nodes) // most)
         groups = [nodes[at : at + size] for at in range(0, len(nodes), size)]
-        how = ["--ntasks-per-node=1"] if self.by_srun() else ["--hostfile", ""] * ("--hostfile" in self.command)
-        words = [self.command[0], *how, "-n", str(size), "test", "-d", str(self.folder)]
-        tests = [(group, subprocess.Popen(self.on(group, words, once=True))) for group in groups]
+        tests = [(group, self.test(group)) for group in groups]
         begun = time.monotonic()
         while waits := [node for group, test in tests if test.poll() is None for node in group]:
             answered = sum(len(group) for group, test in tests if test.returncode == 0)
@@ -186,6 +184,12 @@ class Supervisor(Namespace):
             test.kill()
         failed = [node for group, test in tests if test.wait() for node in group]
         return self.silent(failed, seconds, doubted, len(failed)) if failed and size > 1 else failed
+
+    def test(self, nodes: list[str]) -> subprocess.Popen[bytes]:
+        """Begin a test of some nodes, which ends with 0 if each of them runs a command and has the folder of facts."""
+        how = ["--ntasks-per-node=1"] if self.by_srun() else ["--hostfile", ""] * ("--hostfile" in self.command)
+        words = [self.command[0], *how, "-n", str(len(nodes)), "test", "-d", str(self.folder)]
+        return subprocess.Popen(self.on(nodes, words, once=True))
 
     def read(self, folder: Path) -> list[dict[str, Any]]:
         """Return the facts of this job in a folder."""
