@@ -28,7 +28,7 @@ from torch import Tensor, dtype
 from hpcdist import activity
 from hpcdist.activity import callsite
 from hpcdist.backend.host_copies import UnusableError, address
-from hpcdist.comm.team import HEADER
+from hpcdist.comm.team import HEADER, digest
 from hpcdist.control import objects
 from hpcdist.errors import SHOWN, RankError, coded, listed
 from hpcdist.layout import limits
@@ -140,15 +140,8 @@ def capacity(size: int) -> int:
 @lru_cache(maxsize=64)
 def _keys(rank: int, size: int) -> tuple[list[int], list[int]]:
     """Return the keys of messages to each rank, and from each rank."""
-    return [_key(rank, other) for other in range(size)], [_key(other, rank) for other in range(size)]
-
-
-def _key(source: int, dest: int) -> int:
-    """Mix two ranks into an odd number of 64 bits: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
-    z = ((source << 32) + dest + 1) * 0x9E3779B97F4A7C15 % _RANGE
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % _RANGE
-    z = (z ^ z >> 27) * 0x94D049BB133111EB % _RANGE
-    return (z ^ z >> 31) | 1
+    others = range(size)
+    return [digest("", (rank, other)) | 1 for other in others], [digest("", (other, rank)) | 1 for other in others]
 
 
 class _Told(NamedTuple):

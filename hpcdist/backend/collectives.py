@@ -12,7 +12,7 @@ the last round's result, and the second all use of the slots.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -40,7 +40,7 @@ from hpcdist.comm.team import Team
 from hpcdist.layout import limits
 from hpcdist.routes.mpi import MPI_ROUTE
 from hpcdist.routes.route import Vector
-from hpcdist.tensors.storage import overlap
+from hpcdist.tensors.storage import of_bytes, overlap
 
 LEAST = 2**19  # bytes of a tensor to reduce through shared memory; below, MPI's own Allreduce has less latency
 SLOT = 2**20  # bytes of a rank's slot
@@ -70,8 +70,8 @@ def _write(out: Tensor, data: Any) -> None:
     """Write the memory of a contiguous tensor into `out`, which has its size and dtype."""
     if is_plain(out):
         address(out)[:] = data
-    elif out.numel():
-        copyto(out, torch.frombuffer(bytearray(data), dtype=torch.uint8).view(out.dtype))
+    else:
+        copyto(out, of_bytes(data).view(out.dtype))
 
 
 def _broadcast(team: Team, x: Tensor, root: int) -> None:
@@ -128,12 +128,18 @@ def _all_gather(team: Team, outs: Sequence[Tensor], x: Tensor) -> None:
         exchange(team, dict.fromkeys(range(team.size), x), dict(enumerate(outs)))
 
 
-def _take_all_gather(chunks: Chunks, team: Team, outs: Sequence[Tensor], x: Tensor) -> None:
-    for out, chunk in zip(outs, chunks, strict=True):
-        _write(out, chunk[: out.nbytes])
+def _take(chunks: Chunks, outs: Iterable[tuple[int, Tensor]], number: int) -> None:
+    """Write into the tensor for each rank what that rank has sent as this `number` of its tensors of one size."""
+    for source, out in outs:
+        start = out.nbytes * number
+        _write(out, chunks[source][start : start + out.nbytes])
 
 
-all_gather = Step(_all_gather, lambda team, outs, x: _small(team, x), _take_all_gather)
+all_gather = Step(
+    _all_gather,
+    lambda team, outs, x: _small(team, x),
+    lambda chunks, team, outs, x: _take(chunks, enumerate(outs), 0),
+)
 
 
 def _all_to_all_single(team: Team, out: Tensor, x: Tensor, recvs: Counts, sends: Counts) -> None:
@@ -208,18 +214,12 @@ def _send_all(team: Team, sends: dict[int, Tensor], recvs: dict[int, Tensor]) ->
     return _small(team, *sends.values())
 
 
-def _take_own(chunks: Chunks, team: Team, sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> None:
-    for source, out in recvs.items():
-        _write(out, chunks[source][out.nbytes * team.rank :][: out.nbytes])
-
-
-def _take_whole(chunks: Chunks, team: Team, sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> None:
-    for source, out in recvs.items():
-        _write(out, chunks[source][: out.nbytes])
-
-
-exchange = Step(_exchange, _send_all, _take_own)  # each sends to all ranks, or to none
-gather = Step(_exchange, _send_all, _take_whole)  # to one
+exchange = Step(  # each sends to all ranks, or to none
+    _exchange, _send_all, lambda chunks, team, sends, recvs: _take(chunks, recvs.items(), team.rank)
+)
+gather = Step(  # to one
+    _exchange, _send_all, lambda chunks, team, sends, recvs: _take(chunks, recvs.items(), 0)
+)
 
 
 def _same(out: Tensor, x: Tensor) -> bool:

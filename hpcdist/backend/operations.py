@@ -33,6 +33,7 @@ from hpcdist.comm.team import Group, Settings, Team, create_group, digest, makin
 from hpcdist.errors import coded, described, refusal
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import problem, tensors_in
+from hpcdist.validation.local import overlaps_itself
 
 Tensors = list[Tensor]
 _NOTHING = timedelta(0)
@@ -347,10 +348,8 @@ def _single(tensors: Tensors | Tensor) -> Tensor:
 
 def _check_writable(verb: str, outputs: Any) -> None:
     """Check that tensors, in lists of any depth, have a place for each element."""
-    for x in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
-        if isinstance(x, (list, tuple)):
-            _check_writable(verb, x)
-        elif x.layout is torch.strided and not x.is_contiguous() and torch_names.has_internal_overlap(x) == 1:
+    for x in tensors_in([outputs]):
+        if x.layout is torch.strided and overlaps_itself(x):
             text = f"elements of the tensor of shape {tuple(x.shape)} lie in one place, as from expand(): clone() it"
             raise _refusal(verb, text, "HD202")
 

@@ -253,7 +253,8 @@ class Transfer(Finished):
         self._received = 0
         self._completed = False
         self._lock = threading.Lock()
-        _keep(self)
+        forget_done(_POLLED)
+        _unfinished.append(self)
 
     def _advance(self, block: bool) -> bool:
         """Complete the requests, as far as they are done or (`block`) all of them; return whether all are done.
@@ -337,12 +338,6 @@ class Transfer(Finished):
 
 _unfinished: deque[Transfer] = deque()  # MPI may use their memory, whatever becomes of their handles and groups
 _keeping = threading.Lock()
-
-
-def _keep(transfer: Transfer) -> None:
-    """Keep a message until it is done; forget the oldest ones if they are."""
-    forget_done(_POLLED)
-    _unfinished.append(transfer)
 
 
 def forget_done(most: int | None = None) -> None:

@@ -37,6 +37,8 @@ DTYPES: dict[torch.dtype, int] = {
 """Every supported dtype (whole bytes, no quantisation parameters), and its number in a header."""
 BARE = frozenset(getattr(torch, name) for name in _BARE if hasattr(torch, name))
 """The supported dtypes that torch cannot even copy on some device."""
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+"""Those of which torch has no arithmetic, and numpy has."""
 _KINDS = (Tensor, torch.nn.Parameter)  # other classes have state or meaning besides their memory
 NAMED = hasattr(Tensor, "has_names")  # torch has names until 2.12
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
