@@ -118,15 +118,21 @@ def _has_calls(path: Path) -> bool:
         return not head or any(name not in _FRAME for name, *_ in json.loads(head)["calls"])
 
 
+def collectives(rows: Any, by: str) -> tuple[Any, Any]:
+    """Return the order of the rows of collectives, call by call and within each by that column; and where in it each
+    call begins."""
+    order = np.flatnonzero(rows.number > 0)
+    order = order[np.lexsort([rows[key][order] for key in (by, "number", "group")])]
+    return order, np.flatnonzero(np.diff(rows.group[order], prepend=-1) | np.diff(rows.number[order], prepend=-1))
+
+
 def _judge(trace: Trace) -> None:
     """Compare the arrivals of the ranks at each collective, whose rows have the same group and number."""
     present, rows = {header.rank for header in trace.headers}, trace.rows
     members = {int(g): present & {*ranks} for header in trace.headers for g, ranks in header.groups.items()}
     now = max(header.clock[-1][0] for header in trace.headers)
     rows.end[rows.end == _OPEN] = now
-    order = np.flatnonzero(rows.number > 0)
-    order = order[np.lexsort([rows[key][order] for key in ("begin", "number", "group")])]  # call by call, by arrival
-    first = np.flatnonzero(np.diff(rows.group[order], prepend=-1) | np.diff(rows.number[order], prepend=-1))
+    order, first = collectives(rows, "begin")
     count = np.diff(first, append=len(order))
     teams = [members.get(group, present) for group in rows.group[order[first]].tolist()]
     whole = count == [*map(len, teams)]

@@ -91,7 +91,9 @@ def launch(environ: Mapping[str, str]) -> Facts:
 
 def before_mpi(temporary: str) -> Facts:
     """Return the memory that this process can have, its limits (None is unlimited), and the folders that MPI needs."""
-    files, most_files = (_limit(limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+    files, most_files = (
+        None if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
     group, limit = min(machine.groups(), key=lambda found: found[1], default=(None, None))
     return {
         "memory": {
@@ -108,10 +110,6 @@ def before_mpi(temporary: str) -> Facts:
         "shm": _space("/dev/shm"),
         "temporary": try_folder(temporary),
     }
-
-
-def _limit(limit: int) -> int | None:
-    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def software() -> Facts:
