@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist.collectives.join import concat
+from hpcdist.control import objects
 from hpcdist.errors import RankError, coded, listed, refusal
 from hpcdist.runtime import world
 from hpcdist.tensors import accelerator
@@ -112,9 +113,11 @@ class ProcessSet:
 
     def rank(self) -> int | None:
         """This rank's number in the set; None if the set is not registered."""
-        if self.process_set_id is not None and not self.included():
+        if self.process_set_id is None:
+            return None
+        if not self.included():
             raise refusal(ValueError, "HD114", f"rank {rank()} is not in {self}")
-        return None if self.process_set_id is None else int(self.ranks.index(rank()))
+        return int(self.ranks.index(rank()))
 
     def included(self) -> bool | None:
         """Whether this rank is in the set; None if its ranks are not known yet."""
@@ -156,10 +159,8 @@ def _register(process_sets: Sequence[ProcessSet], same: bool = False) -> None:
             members.Free()
             whole.Free()
     asked: list[list[tuple[int, ...]]] = concat([[tuple(added.ranks) for added in process_sets]])
-    if wrong := {
-        r: f"{sets}, where rank 0 has {asked[0]}" for r, sets in enumerate(asked) if same and sets != asked[0]
-    }:
-        raise RankError("add_process_set", {r: coded("HD303", text) for r, text in wrong.items()})
+    wrong = {r: f"{sets}, where rank 0 has {asked[0]}" for r, sets in enumerate(asked) if same and sets != asked[0]}
+    objects.raise_problems("add_process_set", {r: coded("HD303", text) for r, text in wrong.items()})
     for ranks in dict.fromkeys(ranks for place in zip_longest(*asked) for ranks in place if ranks is not None):
         if all(known.ranks != list(ranks) for known in _registered.values()):
             added = next((added for added in process_sets if added.ranks == list(ranks)), None) or ProcessSet(ranks)

@@ -66,7 +66,7 @@ class World:
     _stop: Stop = field(repr=False)
     _ends: ExitStack = field(repr=False)  # ends what the world has begun
     _owns_group: bool = field(repr=False)
-    _implicit: bool = field(repr=False)  # made for a program that called torch.distributed, not init()
+    _implicit: bool = field(repr=False)  # made by prepare()
     _asked: Asked = field(repr=False)
 
     @property
@@ -321,7 +321,7 @@ def prepare(bind: str | None) -> World:
 
     Collective over all ranks. The world that is returned holds the store at MASTER_PORT.
     """
-    return _make(Asked(device="cpu", bind=bind), implicit=True, program=True)
+    return _make(Asked(device="cpu", bind=bind), implicit=True)
 
 
 registration.host.variables = environ
@@ -377,7 +377,7 @@ def _leave() -> None:
     _world._close()
 
 
-def _make(asked: Asked, implicit: bool = False, program: bool = False) -> World:
+def _make(asked: Asked, implicit: bool = False) -> World:
     """Make the world, which ends with the program at the latest. Collective over all ranks."""
     global _world
     streams.reserve()
@@ -412,9 +412,9 @@ def _make(asked: Asked, implicit: bool = False, program: bool = False) -> World:
             settings = _settings(private, nodes, limit, asked, watch)
             registration.host.open(private, settings, meeting)
             ends.callback(registration.host.close)
-            ends.callback(torchrun.give(private, nodes, meeting.host, os.environ, limit, program))
+            ends.callback(torchrun.give(private, nodes, meeting.host, os.environ, limit, implicit))
             if asked.bind:
-                _bind(private, nodes, accelerator.of_rank(nodes.local_rank) if program else settings.device)
+                _bind(private, nodes, accelerator.of_rank(nodes.local_rank) if implicit else settings.device)
             name = None if implicit else asked.backend or registration.default_backend(settings.own_gpus)
             with abort.without_hook():
                 owns_group = registration.start(private, meeting, name, limit, settings.device)
@@ -538,11 +538,13 @@ def _agree_on(
         pool.limit_of(env_cache, 0)
         if not isinstance(trace, (str, os.PathLike, NoneType)):
             raise refusal(TypeError, "HD114", f"trace must be a folder, got {type(trace).__name__}")
-        stop = {
+        options = {
+            "backend": backend,
+            "bind": bind,
             "stop_on": stopping.signals(asked.stop_on),
             "stop_before": patience(asked.stop_before, "stop_before"),
+            "trace": trace is not None,
         }
-        options = {"backend": backend, "bind": bind, **stop, "trace": trace is not None}
         return options, deadline(asked.timeout, env_timeout)
 
     abort.report_to(os.environ.get("HPCDIST_FACTS"), launcher.batch_job(os.environ), comm.rank)
