@@ -178,7 +178,7 @@ def _parts(x: Tensor, counts: Counts) -> list[Any]:
 
 def copyto(out: Tensor, x: Tensor) -> None:
     if not _same(out, x):
-        out.detach().copy_(x.detach().view(out.shape) if x.is_contiguous() else x.detach().reshape(out.shape))
+        out.detach().copy_(x.detach().reshape(out.shape))
 
 
 def _exchange(team: Team, sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> None:
@@ -270,7 +270,7 @@ def _reduce_with_torch(team: Team, x: Tensor, op: Reduction) -> None:
     if x.nbytes * size <= PACKED:
         whole = scratch([numel * size], x.dtype)
         _allgather(team, whole, op.scaled(x))
-        op.of(list(split(whole, numel)) if numel else [whole], x)
+        op.of(whole.tensor_split(size), x)
         return
     lengths = layout.block(numel, size)
     parts, counts = list(split(x, lengths)), [length * x.itemsize for length in lengths]
@@ -296,9 +296,8 @@ reduce = Step(_reduce, lambda team, x, op, root: _small(team, op.scaled(x)) if t
 
 def _reduce_scatter(team: Team, out: Tensor, xs: Sequence[Tensor], op: Reduction) -> None:
     """Reduce ``xs[i]`` of all ranks into `out` of rank i; the sizes may differ from rank to rank."""
-    numel = out.numel()
-    memory = scratch([numel * team.size], out.dtype)
-    received = list(split(memory, numel)) if numel else [memory] * team.size
+    memory = scratch([out.numel() * team.size], out.dtype)
+    received = memory.tensor_split(team.size)
     sends = [op.scaled(flat(readable(x))) for x in xs]
     exchange(team, dict(enumerate(sends)), dict(enumerate(received)))
     with writable(out, read=False) as whole:
@@ -323,8 +322,7 @@ def coalesced(team: Team, xs: Sequence[Tensor], op: Reduction) -> None:
 
 def _reduce_scatter_single(team: Team, out: Tensor, x: Tensor, op: Reduction) -> None:
     """Reduce consecutive equal parts of `x`, that of rank i into `out` of rank i."""
-    whole = flat(readable(x))
-    reduce_scatter(team, out, list(split(whole, out.numel())) if out.numel() else [whole] * team.size, op)
+    reduce_scatter(team, out, flat(readable(x)).tensor_split(team.size), op)
 
 
 reduce_scatter_single = Step(

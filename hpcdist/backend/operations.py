@@ -14,7 +14,6 @@ from datetime import timedelta
 from functools import wraps
 from itertools import chain
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -40,14 +39,15 @@ _NOTHING = timedelta(0)
 _SUM: Any = dist.ReduceOp.SUM
 Base: Any = torch_names.BackendBase or object  # of a class that is used with torch_names.PLUGINS alone
 
-_open: WeakSet[Team] = WeakSet()
-_abandoned: list[Team] = []
+_alive: set[Operations] = set()
+"""Until their shutdown: the end of the program finishes their calls; torch's wrapper for TORCH_DISTRIBUTED_DEBUG=DETAIL
+keeps the C++ part of a backend alone; and MPI may still use the memory of those that were aborted."""
 
 
 def finish() -> None:
     """Finish the asynchronous calls of all groups: the program ends."""
-    for team in list(_open):
-        team.worker.stop()
+    for group in list(_alive):
+        group._team.worker.stop()
 
 
 def _op(opts: Any, x: Tensor) -> Reduction:
@@ -111,7 +111,7 @@ class Operations:
         team.inline = agreement.capacity(team.size)
         self._most_tag = int(team.comm.Get_attr(MPI.TAG_UB) or 32767) - 1  # one tag less: see works.send()
         self._set_default_timeout(timeout)
-        _open.add(team)
+        _alive.add(self)
 
     def _set_default_timeout(self, timeout: timedelta | None) -> None:
         self._limit = None if timeout is None else timeout.total_seconds()
@@ -127,12 +127,11 @@ class Operations:
         """Finish the asynchronous calls, and free the communicators; a second call does nothing."""
         self._team.free()
         forget_done()
+        _alive.discard(self)
 
     def abort(self) -> None:
         """Keep all that MPI may still use, and wait for nothing: the calls may never end."""
         self._team.worker.abandon()
-        _open.discard(self._team)
-        _abandoned.append(self._team)
 
     def _get_sequence_number_for_group(self) -> int:
         return self._calls
@@ -464,10 +463,6 @@ def team_of(
         return Team(comm, Group(comm.rank, peers), settings, number=number if name else None)
 
 
-_alive: set[MpiBackend] = set()
-"""Until their shutdown: torch's wrapper for TORCH_DISTRIBUTED_DEBUG=DETAIL keeps the C++ part of a backend alone."""
-
-
 class MpiBackend(Operations, Base):  # type: ignore[misc]
     """A backend on a communicator.
 
@@ -482,8 +477,7 @@ class MpiBackend(Operations, Base):  # type: ignore[misc]
         self._name = name
         self._options = options if isinstance(options, Base.Options) else Base.Options(name, timeout)
         self._start(team, timeout)
-        _alive.add(self)
-        give_lazy_tensors(Operations, ("mpi", "mpi4py"))
+        give_lazy_tensors(Operations)
 
     @property
     def options(self) -> Any:
@@ -520,14 +514,6 @@ class MpiBackend(Operations, Base):  # type: ignore[misc]
         if timeout is not None:
             torch_names.set_timeout(self._options, timeout)
         super()._set_default_timeout(timeout)
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        _alive.discard(self)
-
-    def abort(self) -> None:
-        super().abort()
-        _alive.discard(self)
 
 
 class MpiProcessGroup(Operations, dist.ProcessGroup):

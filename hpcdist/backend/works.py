@@ -192,7 +192,9 @@ class Queued(Finished):
             if error is None:
                 return tensors
             if reduces:
-                return [_refused(error)]
+                refused = torch.empty(0, device="cpu").as_subclass(_Refused)
+                refused.error = error
+                return [refused]
             raise error
 
         # Not by set_exception(), which stores the error as a value, and C++ takes a value for tensors.
@@ -212,12 +214,6 @@ class _Refused(Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise next(x.error for x in tensors_in([args, kwargs]) if isinstance(x, cls))
-
-
-def _refused(error: BaseException) -> Tensor:
-    x = torch.empty(0, device="cpu").as_subclass(_Refused)
-    x.error = error
-    return x
 
 
 class Transfer(Finished):

@@ -217,17 +217,17 @@ def start(
     Returns:
         Whether it was started here.
     """
-    started = backend is not None and not dist.is_initialized()
-    if started:
-        dist.init_process_group(
-            backend,
-            store=rendezvous.open_store(comm, meeting, timeout),
-            rank=comm.rank,
-            world_size=comm.size,
-            timeout=timeout,
-            device_id=device if BINDS and "nccl" in str(backend) else None,
-        )
-    return started
+    if backend is None or dist.is_initialized():
+        return False
+    dist.init_process_group(
+        backend,
+        store=rendezvous.open_store(comm, meeting, timeout),
+        rank=comm.rank,
+        world_size=comm.size,
+        timeout=timeout,
+        device_id=device if BINDS and "nccl" in backend else None,
+    )
+    return True
 
 
 def default_backend(own_gpus: bool) -> str:
