@@ -12,7 +12,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import NoneType, TracebackType
+from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -178,9 +178,7 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.finalize()
         else:
@@ -441,7 +439,7 @@ def _make(asked: Asked, implicit: bool = False) -> World:
     return _world
 
 
-def _put_back_after(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+def _put_back_after(kind: object, error: BaseException | None, trace: object) -> None:
     """Put sys.exit and the like back if no rank has a world. After an error of this rank alone the others wait for
     it: they end with it, unless the program catches the error."""
     if isinstance(error, HpcdistError):
@@ -550,15 +548,14 @@ def _agree_on(
     abort.report_to(os.environ.get("HPCDIST_FACTS"), launcher.batch_job(os.environ), comm.rank)
     given = objects.run_on_all(comm, "init", check)
     differences = {rank: objects.first_difference(given[0][0], options) for rank, (options, _) in enumerate(given)}
-    objects.raise_problems("init", {rank: text for rank, text in differences.items() if text is not None})
+    objects.raise_problems("init", differences)
     agreed, seconds = given[0]
     return agreed, timedelta(seconds=seconds)
 
 
 def _start_trace(comm: MPI.Intracomm, folder: str | os.PathLike[str]) -> None:
     """Record the calls of all ranks from here on. Collective over `comm`; raises the same on all ranks."""
-    new_name = lambda: f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.urandom(4).hex()}"  # noqa: E731
-    job = objects.run_on_root(comm, "init", new_name)
+    job = comm.bcast(f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.urandom(4).hex()}")
     objects.run_on_all(comm, "init", lambda: recording.start(os.fspath(folder), job, comm.rank, comm.size))
     assert recording.current is not None
     recording.current.compare_clocks(comm)

@@ -209,9 +209,14 @@ def _kind(spec: Any) -> str:
 
 def check_same(verb: str, path: str, is_: str, values: Sequence[str]) -> None:
     """Raise a RankError if the ranks' values differ."""
-    others = {rank: value for rank, value in enumerate(values) if value != values[0]}
-    texts = {rank: f"{path} {is_} {value}, where rank 0 has {values[0]}" for rank, value in others.items()}
-    objects.raise_problems(verb, {rank: coded("HD303", text) for rank, text in texts.items()})
+    objects.raise_problems(
+        verb,
+        {
+            rank: coded("HD303", f"{path} {is_} {value}, where rank 0 has {values[0]}")
+            for rank, value in enumerate(values)
+            if value != values[0]
+        },
+    )
 
 
 def cut(tree: Tree, dim: int, counts: str | Sequence[int] | None, parts: int) -> list[Tree]:

@@ -200,9 +200,13 @@ def check_out(
     Raises:
         RankError: on every rank, if a rank's `out` does not match its result.
     """
-    wrong = {rank: (what.format(got), expected[rank]) for rank, got in outs.items() if got != expected[rank]}
     objects.raise_problems(
-        verb, {rank: coded("HD208", f"out has {got}, expected {want}") for rank, (got, want) in wrong.items()}
+        verb,
+        {
+            rank: coded("HD208", f"out has {what.format(got)}, expected {expected[rank]}")
+            for rank, got in outs.items()
+            if got != expected[rank]
+        },
     )
     objects.raise_problems(verb, dict.fromkeys(outs, LOSES_GRADIENT) if grad else {})
 
@@ -273,7 +277,7 @@ def show_shape(shape: Sequence[int]) -> str:
         >>> show_shape((3, -1, 4))
         '(3, *, 4)'
     """
-    return "(" + ", ".join("*" if extent < 0 else str(extent) for extent in shape) + ("," * (len(shape) == 1)) + ")"
+    return str(tuple(shape)).replace("-1", "*")
 
 
 def _verb_text(verb: str) -> str:
