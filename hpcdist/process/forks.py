@@ -39,8 +39,7 @@ def claim(environ: Mapping[str, str], launched: bool) -> None:
     Raises:
         LaunchError: if this process must not be a rank.
     """
-    why = refusal()
-    if why is not None:
+    if why := refusal():
         raise LaunchError(why)
     fd = environ.get("PMI_FD", "")
     if fd.isdigit() and not mpi_runs() and not os.path.exists(f"/proc/self/fd/{fd}"):

@@ -70,10 +70,10 @@ class Handle(Generic[T]):
             TypeError, ValueError: on this rank, if the timeout is not a time, or is negative.
         """
         seconds = patience(timeout)
-        team, peer = self._depends_on
+        own_end = timeout is not None or self._future.done()
+        team, peer = (None, activity.NOBODY) if own_end else self._depends_on
         try:
-            own_end = timeout is not None or self._future.done()
-            with activity.InCall(self._what, None if own_end else team, activity.NOBODY if own_end else peer):
+            with activity.InCall(self._what, team, peer):
                 result = self._future.result(seconds)
         except futures.TimeoutError:
             if self._future.done():  # raised by the call itself

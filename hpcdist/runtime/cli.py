@@ -156,8 +156,9 @@ class Table:
         return f"{self.title}\n{table(self.head, self.rows)}"
 
 
-def write_page(path: str | Path, lines: Sequence[str], tables: Sequence[Table], picture: str, **values: Any) -> None:
-    """Write a report as one page in HTML that needs no other file: sentences, a picture, and tables.
+def write_page(path: str | Path, lines: Sequence[str], tables: Sequence[Table], picture: str, **values: Any) -> str:
+    """Write a report as one page in HTML that needs no other file: sentences, a picture, and tables; return the same
+    for a terminal, without the picture.
 
     Args:
         picture: template of jinja2 for the picture, filled in with `values`.
@@ -174,3 +175,4 @@ def write_page(path: str | Path, lines: Sequence[str], tables: Sequence[Table], 
 
     page = fill("page.html.j2", lines=lines, picture=fill(picture, **values), tables=tables)
     write_text(path, page)
+    return "\n\n".join(["\n".join(lines), *map(str, tables)])

@@ -510,8 +510,8 @@ def _reported(args: argparse.Namespace, record: dict[str, Any]) -> str:
     if not args.files:
         write_text(target, json.dumps(record, indent=1) + "\n")
         written.append(str(target))
-    write_page(written[0], lines, tables, "bars.html.j2", groups=groups)
-    return "\n\n".join(["\n".join(lines), *map(str, tables), f"written: {', '.join(written)}"])
+    text = write_page(written[0], lines, tables, "bars.html.j2", groups=groups)
+    return f"{text}\n\nwritten: {', '.join(written)}"
 
 
 def parser() -> Parser:

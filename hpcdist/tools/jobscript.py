@@ -89,12 +89,12 @@ PMIS = {"Open MPI": ("pmix",), "Intel MPI": ("pmi2", "pmix"), "Cray MPICH": ("cr
 OTHER_PMIS = ("pmi2",)  # MPICH, and what is made of it
 PMI_OF_IMAGES = "pmix"  # of Pyxis: NVIDIA's have Open MPI
 
-KINDS = ("cpu", "gpu", "train", "staged", "array", "interactive", "requeue")
 LAUNCHERS = tuple(dict.fromkeys(name for one in SCHEDULERS.values() for name in one.launchers))
 BINDINGS = ("none", "cores", "gpu")
 
-_EVERYWHERE = ("cpu", "gpu", "train", "staged")  # kinds that every scheduler has
 _PLAIN = ("cpu", "gpu", "train")
+_EVERYWHERE = (*_PLAIN, "staged")  # kinds that every scheduler has
+KINDS = (*_EVERYWHERE, "array", "interactive", "requeue")
 _SECONDS = 20.0  # for a command
 _VENDOR = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
 _MIN_WARNING = 60  # seconds: Slurm may send the signal so much earlier than requested

@@ -275,8 +275,7 @@ def report(trace: Trace, page: Path) -> str:
     lines = _lines(trace, caused.sum(1), waits)
     step = -(-world // _CELLS)
     cells = np.add.reduceat(np.add.reduceat(caused, range(0, world, step), 0), range(0, world, step), 1)
-    write_page(page, lines, tables, "squares.html.j2", cells=cells, step=step, world=world)
-    return "\n\n".join(["\n".join(lines), *map(str, tables)])
+    return write_page(page, lines, tables, "squares.html.j2", cells=cells, step=step, world=world)
 
 
 def _lines(trace: Trace, caused: Any, waits: Any) -> list[str]:

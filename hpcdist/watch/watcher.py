@@ -244,7 +244,7 @@ class Watch:
         """Raise in a thread, with the table, and end the job."""
         self._peers.send_all("raise")
         _note_lost(reports)
-        _show(thread, "\n".join([text, table(reports.values(), time.time()), *why]))
+        _show(thread, "\n".join([text, _table(reports), *why]))
         abort.job(1, _JOIN)
 
     # Collectives on a GPU, of which no record knows whether the GPU has done them.
@@ -274,7 +274,7 @@ class Watch:
                 why = [*notes, verdict(_COLLECTIVE, sorted(behind), reports)]
                 self._raise(os.getpid(), f"a collective on the GPU has waited for {still}", why, reports)
             text = f"rank {self._reporter.rank} has launched no collective, and its GPU was busy, for {still}"
-            _print_table("\n".join([text, table(reports.values(), time.time()), *notes]))
+            _print_table("\n".join([text, _table(reports), *notes]))
         return True
 
     def _launches(self, limit: float) -> tuple[set[int], set[int], list[str], dict[int, Report]]:
@@ -333,7 +333,7 @@ class Watch:
         abort.print_error(with_hint("hpcdist: " + verdict(_NOTHING, list(dead), dead)))
         reports = self._peers.ask_in_turn(ALARM, _HASTE)
         if reports is not None:
-            abort.print_error(table(reports.values(), time.time()))
+            abort.print_error(_table(reports))
         abort.job(1)
 
     def _on_inquiries(self) -> None:
@@ -342,7 +342,7 @@ class Watch:
             reports = self._peers.ask_in_turn(ALARM) or {}
             gone = [rank for rank, report in reports.items() if report.doing in GONE]
             if gone:
-                _print_table(f"{table(reports.values(), time.time())}\n{verdict(_NOTHING, gone, reports)}")
+                _print_table(f"{_table(reports)}\n{verdict(_NOTHING, gone, reports)}")
         finally:
             self._release_inquiries()
 
@@ -365,7 +365,7 @@ class Watch:
             self._demanded = time.monotonic()
             reports = self._peers.ask_in_turn(DEMAND, within=TURNS)
             if reports is not None:
-                _print_table(table(reports.values(), time.time()))
+                _print_table(_table(reports))
         finally:
             self._signalled = False
 
@@ -398,6 +398,10 @@ def _peers_of(team: int) -> Sequence[int]:
 def _show(thread: int, text: str) -> None:
     frame = procstat.frames().get(thread)
     abort.show(HangError(text), frame and callsite.outside(frame))
+
+
+def _table(reports: Mapping[int, Report]) -> str:
+    return table(reports.values(), time.time())
 
 
 def _print_table(text: str) -> None:

@@ -274,7 +274,7 @@ def _start_mpi(facts: Facts) -> Steps[MPI.Intracomm | None]:
     facts["rank"] = comm.rank
     yield "MPI's first messages", TOGETHER
     local = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    facts["node"] = objects.all_gather_object(local, comm.rank)[0]
+    facts["node"] = local.bcast(comm.rank)
     facts["local_rank"] = local.rank
     local.Free()
     return comm
@@ -285,7 +285,7 @@ def _examine_job(comm: MPI.Intracomm, ranks: list[Facts], limit: float) -> Steps
     facts = ranks[0]
     leads = facts["node"] == facts["rank"]
     everyone = yield from _share(comm, ranks)
-    leaders: MPI.Intracomm = comm.Split(0 if leads else 1, comm.rank)  # type: ignore[assignment]
+    leaders: MPI.Intracomm = comm.Split(not leads, comm.rank)  # type: ignore[assignment]
     nodes = len({other["node"] for other in everyone})
     if leads and nodes > 1:
         yield "bandwidth between nodes", TOGETHER
