@@ -131,8 +131,8 @@ def _all_gather(team: Team, outs: Sequence[Tensor], x: Tensor) -> None:
 def _take(chunks: Chunks, outs: Iterable[tuple[int, Tensor]], number: int) -> None:
     """Write into the tensor for each rank what that rank has sent as this `number` of its tensors of one size."""
     for source, out in outs:
-        start = out.nbytes * number
-        _write(out, chunks[source][start : start + out.nbytes])
+        nbytes = out.nbytes
+        _write(out, chunks[source][nbytes * number : nbytes * (number + 1)])
 
 
 all_gather = Step(
@@ -157,16 +157,16 @@ def _all_to_all_single(team: Team, out: Tensor, x: Tensor, recvs: Counts, sends:
         MPI.Request.Waitall(requests)
 
 
-def _send_equal(team: Team, out: Tensor, x: Tensor, recvs: Counts, sends: Counts) -> list[Tensor] | None:
-    return _small(team, x) if len(set(sends.values())) == 1 else None
-
-
 def _take_all_to_all_single(chunks: Chunks, team: Team, out: Tensor, x: Tensor, recvs: Counts, sends: Counts) -> None:
     lengths = [out.itemsize * recvs[source] for source in range(team.size)]
     _write(out, b"".join([chunk[n * team.rank :][:n] for chunk, n in zip(chunks, lengths, strict=True)]))
 
 
-all_to_all_single = Step(_all_to_all_single, _send_equal, _take_all_to_all_single)
+all_to_all_single = Step(
+    _all_to_all_single,
+    lambda team, out, x, recvs, sends: _small(team, x) if len(set(sends.values())) == 1 else None,
+    _take_all_to_all_single,
+)
 
 
 def _parts(x: Tensor, counts: Counts) -> list[Any]:

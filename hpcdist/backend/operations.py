@@ -347,8 +347,8 @@ def _single(tensors: Tensors | Tensor) -> Tensor:
 
 def _check_writable(verb: str, outputs: Any) -> None:
     """Check that tensors, in lists of any depth, have a place for each element."""
-    for x in tensors_in([outputs]):
-        if x.layout is torch.strided and overlaps_itself(x):
+    for x in tensors_in(outputs) if isinstance(outputs, (list, tuple)) else [outputs]:
+        if x.layout is torch.strided and not x.is_contiguous() and overlaps_itself(x):
             text = f"elements of the tensor of shape {tuple(x.shape)} lie in one place, as from expand(): clone() it"
             raise _refusal(verb, text, "HD202")
 

@@ -382,7 +382,7 @@ def _time_routes(
     times: dict[str, list[float]] = {route: [] for route in results}
     for _ in progress(range(_ROUNDS), world, "move"):
         for route, (x, out) in results.items():
-            times[route].append(timed(world, partial(move, x, route=route, out=out))[0])
+            times[route].append(timed(world, partial(move, x, route=route, out=out)))
     held = [None if result is None else result.cpu() for _, result in results.values()]
     rows: list[Report] = []
     cells = []

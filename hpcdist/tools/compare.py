@@ -328,13 +328,13 @@ def _asked(args: argparse.Namespace, size: int) -> list[str]:
         check_target(name, 0)
     if args.like:
         return _traced(Path(args.like), size)
-    lines = list[str]()
-    if args.shapes:
-        with file_errors(args.shapes):
-            lines = [line.partition("#")[0].strip() for line in Path(args.shapes).read_text().splitlines()]
-        if not any(lines):
-            raise InputError("HD505", f"{args.shapes}: has no case")
-    lines = [*filter(None, lines)]
+    if not args.shapes:
+        return []
+    with file_errors(args.shapes):
+        text = Path(args.shapes).read_text()
+    lines = [*filter(None, (line.partition("#")[0].strip() for line in text.splitlines()))]
+    if not lines:
+        raise InputError("HD505", f"{args.shapes}: has no case")
     for line in lines:
         parse(line, size)
     return lines

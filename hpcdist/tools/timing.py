@@ -104,7 +104,7 @@ def sample(contender: Contender, case: Any, calls: int) -> float:
         for _ in range(calls):
             call()
 
-    return timed(here, batch)[0] / calls
+    return timed(here, batch) / calls
 
 
 def calibrate(contender: Contender, case: Any) -> tuple[int, float]:

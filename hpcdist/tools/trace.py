@@ -238,10 +238,8 @@ def parser() -> Parser:
 def report(trace: Trace, page: Path) -> str:
     """Write a page in HTML that needs no other file; return the same for a terminal, without pictures."""
     world, kinds, present, rows = trace.headers[0].world_size, len(trace.calls), len(trace.headers), trace.rows
-    of_rank, of_call = (
-        partial(np.bincount, rows.rank, minlength=world),
-        partial(np.bincount, rows.call, minlength=kinds),
-    )
+    of_rank = partial(np.bincount, rows.rank, minlength=world)
+    of_call = partial(np.bincount, rows.call, minlength=kinds)
     took, waited, last = (rows.end - rows.begin) / 1e9, rows.waited / 1e9, np.maximum(rows.last, 0)  # -1: no waits
     caused = np.bincount(last * world + rows.rank, waited, world**2).reshape(world, world)
     waits = np.bincount(rows.call * world + last, waited, kinds * world).reshape(kinds, world)

@@ -251,7 +251,8 @@ def _explain(team: Team, call: Call) -> tuple[str, dict[int, str]]:
     if team.foreground is team:  # ranks that disagreed may have made different numbers of calls, and may go on
         team.calls[False] = max(calls)
     if len(set(verbs)) > 1:
-        wrong = _deviations("", [_verb_text(verb) for verb in verbs])
+        left = "called finalize(), or reached the end of its program"
+        wrong = _deviations("", [left if verb == LEAVE else f"called {verb}()" for verb in verbs])
         return verbs[0], {rank: coded("HD301", text) for rank, text in wrong.items()}
     found = {rank: [problem] for rank, problem in enumerate(problems) if problem}
     for name in options[0]:
@@ -278,10 +279,6 @@ def show_shape(shape: Sequence[int]) -> str:
         '(3, *, 4)'
     """
     return str(tuple(shape)).replace("-1", "*")
-
-
-def _verb_text(verb: str) -> str:
-    return "called finalize(), or reached the end of its program" if verb == LEAVE else f"called {verb}()"
 
 
 def _options(team: Team, call: Call) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -238,7 +238,8 @@ class Watch:
             self._grace = waited - limit + limit / 4  # a large file takes its time: check again later
             return
         text = f"{call.text} has waited for {waited:.1f} s, its deadline is {limit:g} s"
-        self._raise(record.thread, text, [verdict(call, absent, reports, _peers_of), *notes], reports)
+        why = verdict(call, absent, reports, lambda team: activity.peers.get(team, ()))
+        self._raise(record.thread, text, [why, *notes], reports)
 
     def _raise(self, thread: int, text: str, why: list[str], reports: Mapping[int, Report]) -> None:
         """Raise in a thread, with the table, and end the job."""
@@ -303,8 +304,11 @@ class Watch:
             groups = []
             ranks, source = {("", rank): rank for rank in reports}, f"torch (NCCL's RAS gives no answer: {problem})"
             for name in {name for report in reports.values() for name in report.launched}:
-                counts = {rank: report.launched[name] for rank, report in reports.items() if name in report.launched}
-                launched = {("", rank): Counter({"in all": count}) for rank, count in counts.items()}
+                launched = {
+                    ("", rank): Counter({"in all": report.launched[name]})
+                    for rank, report in reports.items()
+                    if name in report.launched
+                }
                 groups.append(ras.Communicator(launched, []))
         behind, silent, notes = ras.compare(groups, ranks, waiting)
         return behind, silent, [f"by {source}: {note}" for note in notes], reports
@@ -389,10 +393,6 @@ def _note_lost(reports: Mapping[int, Report]) -> None:
     lost = [report for report in reports.values() if report.doing in GONE or not report.known]
     abort.facts["lost"] = {report.rank: report.host for report in lost}
     abort.write_facts()
-
-
-def _peers_of(team: int) -> Sequence[int]:
-    return activity.peers.get(team, ())
 
 
 def _show(thread: int, text: str) -> None:
