@@ -99,7 +99,7 @@ def give(
         wrong |= {name: f"rank 0 has {value or 'none'}" for name, value in first.items() if claimed[name] != value}
         text = ", ".join(f"{name}={claimed[name]}, but {value}" for name, value in wrong.items())
         texts = objects.all_gather_object(comm, text and coded("HD106", f"{text}: unset {' '.join(wrong)}"))
-        objects.raise_problems("run", dict(enumerate(texts)))
+        objects.raise_problems("run", {rank: text for rank, text in enumerate(texts) if text})
         if _THREADS in values.keys() - kept.keys():
             torch.set_num_threads(1)
     wanted = {**values, **kept, **launcher.GIVEN}
