@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist.collectives.join import concat
+from hpcdist.control import objects
 from hpcdist.errors import RankError, coded, listed, refusal
 from hpcdist.runtime import world
 from hpcdist.tensors import accelerator
@@ -35,12 +36,6 @@ HorovodInternalError = RankError
 _wrong = partial(refusal, ValueError, "HD702")
 
 # Ranks, sizes and process sets
-
-
-def _fact(doc: str, read: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a function without arguments."""
-    read.__doc__ = doc
-    return read
 
 
 def _world() -> world.World:
@@ -64,24 +59,68 @@ def nccl_built() -> int:
     return int("".join(part.zfill(2) for part in parts) or 0)
 
 
-is_initialized = _fact(
-    "Whether init() has been called, and neither shutdown() nor hpcdist.finalize() since then.",
-    lambda: bool(_registered),
-)
-rank = _fact("The rank of this process.", lambda: _world().rank)
-size = _fact("The number of processes.", lambda: _world().world_size)
-local_rank = _fact("The rank among the processes of this node.", lambda: _world().local_rank)
-cross_rank = _fact("This node's number.", lambda: _world().node)
-local_size = _fact("The processes on this node.", lambda: _world().settings.node_of.count(cross_rank()))
-cross_size = _fact("The number of nodes.", lambda: _world().nodes)
-is_homogeneous = _fact(
-    "Whether all nodes have as many.", lambda: len({*Counter(_world().settings.node_of).values()}) == 1
-)
+def is_initialized() -> bool:
+    """Whether init() has been called, and neither shutdown() nor hpcdist.finalize() since then."""
+    return bool(_registered)
+
+
+def rank() -> int:
+    """The rank of this process."""
+    return _world().rank
+
+
+def size() -> int:
+    """The number of processes."""
+    return _world().world_size
+
+
+def local_rank() -> int:
+    """The rank among the processes of this node."""
+    return _world().local_rank
+
+
+def cross_rank() -> int:
+    """This node's number."""
+    return _world().node
+
+
+def local_size() -> int:
+    """The processes on this node."""
+    return _world().settings.node_of.count(cross_rank())
+
+
+def cross_size() -> int:
+    """The number of nodes."""
+    return _world().nodes
+
+
+def is_homogeneous() -> bool:
+    """Whether all nodes have as many."""
+    return len({*Counter(_world().settings.node_of).values()}) == 1
+
+
+def mpi_built() -> bool:
+    """True."""
+    return True
+
+
+def cuda_built() -> bool:
+    """Whether torch was built with CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Whether torch was built with ROCm."""
+    return torch.version.hip is not None
+
+
+def gloo_built() -> bool:
+    """False: MPI and NCCL send everything."""
+    return False
+
+
+mpi_enabled, gloo_enabled, ddl_built, ccl_built = mpi_built, gloo_built, gloo_built, gloo_built
 mpi_ops = sys.modules[f"{__name__}.mpi_ops"] = sys.modules[__name__]  # Horovod defines these names there
-mpi_built = mpi_enabled = _fact("True.", lambda: True)
-cuda_built = _fact("Whether torch was built with CUDA.", lambda: torch.version.cuda is not None)
-rocm_built = _fact("Whether torch was built with ROCm.", lambda: torch.version.hip is not None)
-gloo_built = gloo_enabled = ddl_built = ccl_built = _fact("False: MPI and NCCL send everything.", lambda: False)
 
 
 class ProcessSet:
@@ -112,9 +151,11 @@ class ProcessSet:
 
     def rank(self) -> int | None:
         """This rank's number in the set; None if the set is not registered."""
-        if self.process_set_id is not None and not self.included():
+        if self.process_set_id is None:
+            return None
+        if not self.included():
             raise refusal(ValueError, "HD114", f"rank {rank()} is not in {self}")
-        return None if self.process_set_id is None else int(self.ranks.index(rank()))
+        return int(self.ranks.index(rank()))
 
     def included(self) -> bool | None:
         """Whether this rank is in the set; None if its ranks are not known yet."""
@@ -156,10 +197,10 @@ def _register(process_sets: Sequence[ProcessSet], same: bool = False) -> None:
             members.Free()
             whole.Free()
     asked: list[list[tuple[int, ...]]] = concat([[tuple(added.ranks) for added in process_sets]])
-    if wrong := {
-        r: f"{sets}, where rank 0 has {asked[0]}" for r, sets in enumerate(asked) if same and sets != asked[0]
-    }:
-        raise RankError("add_process_set", {r: coded("HD303", text) for r, text in wrong.items()})
+    if same:
+        first = asked[0]
+        odd = {r: coded("HD303", f"{sets}, where rank 0 has {first}") for r, sets in enumerate(asked) if sets != first}
+        objects.raise_problems("add_process_set", odd)
     for ranks in dict.fromkeys(ranks for place in zip_longest(*asked) for ranks in place if ranks is not None):
         if all(known.ranks != list(ranks) for known in _registered.values()):
             added = next((added for added in process_sets if added.ranks == list(ranks)), None) or ProcessSet(ranks)

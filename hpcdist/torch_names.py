@@ -172,12 +172,6 @@ offset_in_file = _attribute(
     "where the bytes of a tensor lie in a .pt file",
     "a .pt file is read by torch.load, whole",
 )
-has_internal_overlap = _name(
-    "torch:_debug_has_internal_overlap",
-    "whether elements of an output lie in one place, as from expand()",
-    "such an output of torch's collectives over backend mpi is not refused",
-    lambda x: 0,
-)
 forward_level = _attribute(
     "torch.autograd.forward_ad:_current_level",
     "whether forward-mode gradients are in use, without a call of torch",

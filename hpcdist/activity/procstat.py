@@ -58,11 +58,9 @@ def handles(number: int) -> bool:
 
 def status(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the process's name, its state first; none without such a process."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return []
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
 
 
 def address(fd: int) -> list[int]:

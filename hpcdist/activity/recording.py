@@ -115,7 +115,7 @@ class Recording:
             rows += [record.row(None) for record in records if record.call is not None]
             clocks = [clocks[0], clocks[0]._replace(local=time.perf_counter_ns(), epoch=time.time_ns())]
         names: dict[tuple[bytes, str], int] = {}
-        lines = [self._line(names, *row) for row in rows]
+        lines = [self._line(names, row) for row in rows]
         header = self._header | {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -138,17 +138,9 @@ class Recording:
         while any(file.stat().st_size == 0 for file in files) and time.monotonic() < end:
             time.sleep(_PAUSE)
 
-    def _line(
-        self,
-        names: dict[tuple[bytes, str], int],
-        call: tuple[bytes, int, int, float],
-        end: float | None,
-        thread: int,
-        route: str,
-        nbytes: int,
-    ) -> str:
+    def _line(self, names: dict[tuple[bytes, str], int], row: Row) -> str:
         """Format a row; `names` numbers the texts and routes."""
-        text, team, number, begin = call
+        (text, team, number, begin), end, thread, route, nbytes = row
         name = names.setdefault((text, route), len(names))
         peer, last = "null", "null" if end is None else self._aligned(round(end * 1e9))
         if number < 0:

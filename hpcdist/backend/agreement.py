@@ -28,7 +28,7 @@ from torch import Tensor, dtype
 from hpcdist import activity
 from hpcdist.activity import callsite
 from hpcdist.backend.host_copies import UnusableError, address
-from hpcdist.comm.team import HEADER
+from hpcdist.comm.team import HEADER, digest
 from hpcdist.control import objects
 from hpcdist.errors import SHOWN, RankError, coded, listed
 from hpcdist.layout import limits
@@ -57,6 +57,7 @@ class GroupCall(NamedTuple):
         rest: what else must be the same: the operation, the root (an int), the dtype of messages.
         sends, recvs: elements that this rank sends to each rank, or expects from it, itself included.
         problem: why the arguments of this rank are refused, with a code.
+        place: where the user's code makes the call, once a difference is to be explained.
     """
 
     verb: str
@@ -65,6 +66,19 @@ class GroupCall(NamedTuple):
     sends: Counts = _NONE
     recvs: Counts = _NONE
     problem: str | None = None
+    place: str = ""
+
+    @property
+    def parts(self) -> list[str]:
+        """The tensors and all else that must be the same, as text."""
+        parts = [f"{count} x {kind}" for count, kind in self.sizes]
+        return parts + [f"root {value}" if isinstance(value, int) else str(value) for value in self.rest]
+
+    def shown(self, first: int) -> str:
+        """Describe the call, with the tensors from number `first` on."""
+        skipped = f"{first} tensors, " if first else ""
+        of = f"of {skipped}{listed(self.parts[first:])}" if self.parts else ""
+        return " ".join(filter(None, [f"{self.verb}()", of, self.place and f"at {self.place}"]))
 
 
 @dataclass(frozen=True)
@@ -113,7 +127,7 @@ def checked(team: Team, call: GroupCall, step: Callable[..., None], *args: Any) 
 
 def _compare(team: Team, call: GroupCall, data: Sequence[Tensor] | None) -> Chunks | None:
     """Compare the calls of all ranks; return the data of all ranks, if they came along."""
-    verb, sizes, rest, sends, recvs, problem = call
+    verb, sizes, rest, sends, recvs, problem, _ = call
     balance = 0
     if sends or recvs:
         to, of = _keys(team.rank, team.size)
@@ -140,33 +154,8 @@ def capacity(size: int) -> int:
 @lru_cache(maxsize=64)
 def _keys(rank: int, size: int) -> tuple[list[int], list[int]]:
     """Return the keys of messages to each rank, and from each rank."""
-    return [_key(rank, other) for other in range(size)], [_key(other, rank) for other in range(size)]
-
-
-def _key(source: int, dest: int) -> int:
-    """Mix two ranks into an odd number of 64 bits: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
-    z = ((source << 32) + dest + 1) * 0x9E3779B97F4A7C15 % _RANGE
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % _RANGE
-    z = (z ^ z >> 27) * 0x94D049BB133111EB % _RANGE
-    return (z ^ z >> 31) | 1
-
-
-class _Told(NamedTuple):
-    """A rank's description of its call for the others: as text, the tensors and all that must be the same; its place;
-    its messages; and the problem of its arguments."""
-
-    verb: str
-    parts: list[str]
-    place: str
-    sends: Counts
-    recvs: Counts
-    problem: str | None
-
-    def shown(self, first: int) -> str:
-        """Describe the call, with the tensors from number `first` on."""
-        skipped = f"{first} tensors, " if first else ""
-        of = f"of {skipped}{listed(self.parts[first:])}" if self.parts else ""
-        return " ".join(filter(None, [f"{self.verb}()", of, self.place and f"at {self.place}"]))
+    others = range(size)
+    return [digest("", (rank, other)) | 1 for other in others], [digest("", (other, rank)) | 1 for other in others]
 
 
 class ArgumentsError(RankError, ValueError):
@@ -175,12 +164,9 @@ class ArgumentsError(RankError, ValueError):
 
 def _raise_difference(team: Team, call: GroupCall) -> NoReturn:
     """Raise the same RankError on every rank."""
-    parts = [f"{count} x {kind}" for count, kind in call.sizes]
-    parts += [f"root {value}" if isinstance(value, int) else str(value) for value in call.rest]
-    told = _Told(call.verb, parts, _place(), call.sends, call.recvs, call.problem)
-    every: list[_Told] = objects.all_gather_object(team.comm, told, call.verb)
+    every: list[GroupCall] = objects.all_gather_object(team.comm, call._replace(place=_place()), call.verb)
     group = "" if team.peers == list(range(team.size)) else f"; in the group of world ranks {listed(team.peers)}"
-    problems = {rank: told.problem + group for rank, told in enumerate(every) if told.problem}
+    problems = {rank: other.problem + group for rank, other in enumerate(every) if other.problem}
     if problems:
         raise ArgumentsError(every[0].verb, problems)
     wrong = dict(_other_calls(every)) or dict(_unmatched(every))
@@ -194,18 +180,18 @@ def _place() -> str:
     return "" if call is None else callsite.parts(call.text)[1]
 
 
-def _other_calls(every: Sequence[_Told]) -> Iterator[tuple[int, str]]:
+def _other_calls(every: Sequence[GroupCall]) -> Iterator[tuple[int, str]]:
     """(rank, problem) for each rank whose call is not that of rank 0."""
     first = every[0]
     for rank, other in enumerate(every):
-        if other[:2] != first[:2]:
+        if other[:3] != first[:3]:
             pairs = enumerate(zip_longest(first.parts, other.parts))
             at = next((i for i, (one, another) in pairs if one != another), 0)
             at = at if at >= SHOWN else 0  # of a long list, show where it differs
             yield rank, f"is in {other.shown(at)}, and rank 0 in {first.shown(at)}"
 
 
-def _unmatched(every: Sequence[_Told]) -> Iterator[tuple[int, str]]:
+def _unmatched(every: Sequence[GroupCall]) -> Iterator[tuple[int, str]]:
     """(rank, problem) for each rank that does not expect what another one sends to it."""
     for rank, told in enumerate(every):
         for source, other in enumerate(every):

@@ -12,7 +12,7 @@ the last round's result, and the second all use of the slots.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -40,7 +40,7 @@ from hpcdist.comm.team import Team
 from hpcdist.layout import limits
 from hpcdist.routes.mpi import MPI_ROUTE
 from hpcdist.routes.route import Vector
-from hpcdist.tensors.storage import overlap
+from hpcdist.tensors.storage import of_bytes, overlap
 
 LEAST = 2**19  # bytes of a tensor to reduce through shared memory; below, MPI's own Allreduce has less latency
 SLOT = 2**20  # bytes of a rank's slot
@@ -70,8 +70,8 @@ def _write(out: Tensor, data: Any) -> None:
     """Write the memory of a contiguous tensor into `out`, which has its size and dtype."""
     if is_plain(out):
         address(out)[:] = data
-    elif out.numel():
-        copyto(out, torch.frombuffer(bytearray(data), dtype=torch.uint8).view(out.dtype))
+    else:
+        copyto(out, of_bytes(data).view(out.dtype))
 
 
 def _broadcast(team: Team, x: Tensor, root: int) -> None:
@@ -128,12 +128,18 @@ def _all_gather(team: Team, outs: Sequence[Tensor], x: Tensor) -> None:
         exchange(team, dict.fromkeys(range(team.size), x), dict(enumerate(outs)))
 
 
-def _take_all_gather(chunks: Chunks, team: Team, outs: Sequence[Tensor], x: Tensor) -> None:
-    for out, chunk in zip(outs, chunks, strict=True):
-        _write(out, chunk[: out.nbytes])
+def _take(chunks: Chunks, outs: Iterable[tuple[int, Tensor]], number: int) -> None:
+    """Write into the tensor for each rank what that rank has sent as this `number` of its tensors of one size."""
+    for source, out in outs:
+        nbytes = out.nbytes
+        _write(out, chunks[source][nbytes * number : nbytes * (number + 1)])
 
 
-all_gather = Step(_all_gather, lambda team, outs, x: _small(team, x), _take_all_gather)
+all_gather = Step(
+    _all_gather,
+    lambda team, outs, x: _small(team, x),
+    lambda chunks, team, outs, x: _take(chunks, enumerate(outs), 0),
+)
 
 
 def _all_to_all_single(team: Team, out: Tensor, x: Tensor, recvs: Counts, sends: Counts) -> None:
@@ -151,16 +157,16 @@ def _all_to_all_single(team: Team, out: Tensor, x: Tensor, recvs: Counts, sends:
         MPI.Request.Waitall(requests)
 
 
-def _send_equal(team: Team, out: Tensor, x: Tensor, recvs: Counts, sends: Counts) -> list[Tensor] | None:
-    return _small(team, x) if len(set(sends.values())) == 1 else None
-
-
 def _take_all_to_all_single(chunks: Chunks, team: Team, out: Tensor, x: Tensor, recvs: Counts, sends: Counts) -> None:
     lengths = [out.itemsize * recvs[source] for source in range(team.size)]
     _write(out, b"".join([chunk[n * team.rank :][:n] for chunk, n in zip(chunks, lengths, strict=True)]))
 
 
-all_to_all_single = Step(_all_to_all_single, _send_equal, _take_all_to_all_single)
+all_to_all_single = Step(
+    _all_to_all_single,
+    lambda team, out, x, recvs, sends: _small(team, x) if len(set(sends.values())) == 1 else None,
+    _take_all_to_all_single,
+)
 
 
 def _parts(x: Tensor, counts: Counts) -> list[Any]:
@@ -172,7 +178,7 @@ def _parts(x: Tensor, counts: Counts) -> list[Any]:
 
 def copyto(out: Tensor, x: Tensor) -> None:
     if not _same(out, x):
-        out.detach().copy_(x.detach().view(out.shape) if x.is_contiguous() else x.detach().reshape(out.shape))
+        out.detach().copy_(x.detach().reshape(out.shape))
 
 
 def _exchange(team: Team, sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> None:
@@ -208,18 +214,12 @@ def _send_all(team: Team, sends: dict[int, Tensor], recvs: dict[int, Tensor]) ->
     return _small(team, *sends.values())
 
 
-def _take_own(chunks: Chunks, team: Team, sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> None:
-    for source, out in recvs.items():
-        _write(out, chunks[source][out.nbytes * team.rank :][: out.nbytes])
-
-
-def _take_whole(chunks: Chunks, team: Team, sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> None:
-    for source, out in recvs.items():
-        _write(out, chunks[source][: out.nbytes])
-
-
-exchange = Step(_exchange, _send_all, _take_own)  # each sends to all ranks, or to none
-gather = Step(_exchange, _send_all, _take_whole)  # to one
+exchange = Step(  # each sends to all ranks, or to none
+    _exchange, _send_all, lambda chunks, team, sends, recvs: _take(chunks, recvs.items(), team.rank)
+)
+gather = Step(  # to one
+    _exchange, _send_all, lambda chunks, team, sends, recvs: _take(chunks, recvs.items(), 0)
+)
 
 
 def _same(out: Tensor, x: Tensor) -> bool:
@@ -270,7 +270,7 @@ def _reduce_with_torch(team: Team, x: Tensor, op: Reduction) -> None:
     if x.nbytes * size <= PACKED:
         whole = scratch([numel * size], x.dtype)
         _allgather(team, whole, op.scaled(x))
-        op.of(list(split(whole, numel)) if numel else [whole], x)
+        op.of(whole.tensor_split(size), x)
         return
     lengths = layout.block(numel, size)
     parts, counts = list(split(x, lengths)), [length * x.itemsize for length in lengths]
@@ -296,9 +296,8 @@ reduce = Step(_reduce, lambda team, x, op, root: _small(team, op.scaled(x)) if t
 
 def _reduce_scatter(team: Team, out: Tensor, xs: Sequence[Tensor], op: Reduction) -> None:
     """Reduce ``xs[i]`` of all ranks into `out` of rank i; the sizes may differ from rank to rank."""
-    numel = out.numel()
-    memory = scratch([numel * team.size], out.dtype)
-    received = list(split(memory, numel)) if numel else [memory] * team.size
+    memory = scratch([out.numel() * team.size], out.dtype)
+    received = memory.tensor_split(team.size)
     sends = [op.scaled(flat(readable(x))) for x in xs]
     exchange(team, dict(enumerate(sends)), dict(enumerate(received)))
     with writable(out, read=False) as whole:
@@ -323,8 +322,7 @@ def coalesced(team: Team, xs: Sequence[Tensor], op: Reduction) -> None:
 
 def _reduce_scatter_single(team: Team, out: Tensor, x: Tensor, op: Reduction) -> None:
     """Reduce consecutive equal parts of `x`, that of rank i into `out` of rank i."""
-    whole = flat(readable(x))
-    reduce_scatter(team, out, list(split(whole, out.numel())) if out.numel() else [whole] * team.size, op)
+    reduce_scatter(team, out, flat(readable(x)).tensor_split(team.size), op)
 
 
 reduce_scatter_single = Step(

@@ -15,6 +15,7 @@ from torch.profiler import record_function
 from hpcdist import torch_names
 from hpcdist.backend.works import Finished
 from hpcdist.tensors.storage import tensors_in
+from hpcdist.watch.torch_groups import OURS
 
 _NESTED = ("allgather_", "allgather_coalesced_", "gather_")  # the dispatcher does not look into their lists of results
 _LAZY = ("Conjugate", "Negative")
@@ -29,8 +30,8 @@ def _operations(kind: type) -> dict[str, str]:
     return {name: known[0] for name, known in called.items() if known}
 
 
-def give_lazy_tensors(kind: type, backends: tuple[str, ...]) -> None:
-    """Give lazily conjugated and negated tensors to backends of these names as they are; a second call does nothing.
+def give_lazy_tensors(kind: type) -> None:
+    """Give lazily conjugated and negated tensors to this package's backends as they are; a second call does nothing.
 
     The dispatcher gives copies to a backend, and drops what the backend writes into them.
 
@@ -42,16 +43,16 @@ def give_lazy_tensors(kind: type, backends: tuple[str, ...]) -> None:
     library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
     for name in {*_operations(kind).values()}.difference(_NESTED):
         for key in _LAZY:
-            library.impl(name, _as_they_are(getattr(torch.ops.c10d, name).default, backends), key, with_keyset=True)
+            library.impl(name, _as_they_are(getattr(torch.ops.c10d, name).default), key, with_keyset=True)
     _libraries.append(library)
 
 
-def _as_they_are(op: Any, backends: tuple[str, ...]) -> Callable[..., Any]:
+def _as_they_are(op: Any) -> Callable[..., Any]:
     def kernel(keys: Any, *args: Any) -> Any:
         for key in _LAZY:
             keys = keys.remove(getattr(torch_names.DispatchKey, key))
         group, device = next(filter(None, map(_group, args))), tensors_in(args)[0].device
-        own = torch_names.backend_of(group)(device).name() in backends
+        own = torch_names.backend_of(group)(device).name() in OURS
         return op.redispatch(keys, *(args if own else _resolved(args)))
 
     return kernel

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpcdist.errors import refusal
 from hpcdist.tensors import accelerator, pool
-from hpcdist.tensors.storage import as_bytes, copyable, problem, span
+from hpcdist.tensors.storage import as_bytes, copyable, problem, resolved, span
 
 _from_address = MPI.buffer.fromaddress
 
@@ -50,14 +50,13 @@ def scratch(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def readable(x: Tensor) -> Tensor:
     """Return a tensor with the same elements in contiguous host memory: `x` itself, or a copy."""
-    if x.is_conj() or x.is_neg():
-        x = x.resolve_conj().resolve_neg()
+    x = resolved(x)
     if accelerator.holds(x):
         return x.cpu().contiguous()
     if x.is_contiguous():
         return x
     copy = scratch(x.shape, x.dtype)
-    copyable(copy).copy_(copyable(x.detach()))
+    copyable(copy).copy_(copyable(x))
     return copy
 
 
@@ -73,8 +72,7 @@ def writable(x: Tensor, read: bool = True) -> Iterator[Tensor]:
         return
     copy = readable(x) if read else scratch(x.shape, x.dtype)
     yield copy
-    if copy is not x:
-        copyable(x.detach()).copy_(copyable(copy))
+    copyable(x.detach()).copy_(copyable(copy))
 
 
 def gpu_events(tensors: Iterable[Tensor]) -> list[torch.Event]:

@@ -14,7 +14,6 @@ from datetime import timedelta
 from functools import wraps
 from itertools import chain
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -33,20 +32,22 @@ from hpcdist.comm.team import Group, Settings, Team, create_group, digest, makin
 from hpcdist.errors import coded, described, refusal
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import problem, tensors_in
+from hpcdist.validation.local import overlaps_itself
 
 Tensors = list[Tensor]
 _NOTHING = timedelta(0)
 _SUM: Any = dist.ReduceOp.SUM
 Base: Any = torch_names.BackendBase or object  # of a class that is used with torch_names.PLUGINS alone
 
-_open: WeakSet[Team] = WeakSet()
-_abandoned: list[Team] = []
+_alive: set[Operations] = set()
+"""Until their shutdown: the end of the program finishes their calls; torch's wrapper for TORCH_DISTRIBUTED_DEBUG=DETAIL
+keeps the C++ part of a backend alone; and MPI may still use the memory of those that were aborted."""
 
 
 def finish() -> None:
     """Finish the asynchronous calls of all groups: the program ends."""
-    for team in list(_open):
-        team.worker.stop()
+    for group in list(_alive):
+        group._team.worker.stop()
 
 
 def _op(opts: Any, x: Tensor) -> Reduction:
@@ -110,7 +111,7 @@ class Operations:
         team.inline = agreement.capacity(team.size)
         self._most_tag = int(team.comm.Get_attr(MPI.TAG_UB) or 32767) - 1  # one tag less: see works.send()
         self._set_default_timeout(timeout)
-        _open.add(team)
+        _alive.add(self)
 
     def _set_default_timeout(self, timeout: timedelta | None) -> None:
         self._limit = None if timeout is None else timeout.total_seconds()
@@ -126,12 +127,11 @@ class Operations:
         """Finish the asynchronous calls, and free the communicators; a second call does nothing."""
         self._team.free()
         forget_done()
+        _alive.discard(self)
 
     def abort(self) -> None:
         """Keep all that MPI may still use, and wait for nothing: the calls may never end."""
         self._team.worker.abandon()
-        _open.discard(self._team)
-        _abandoned.append(self._team)
 
     def _get_sequence_number_for_group(self) -> int:
         return self._calls
@@ -347,10 +347,8 @@ def _single(tensors: Tensors | Tensor) -> Tensor:
 
 def _check_writable(verb: str, outputs: Any) -> None:
     """Check that tensors, in lists of any depth, have a place for each element."""
-    for x in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
-        if isinstance(x, (list, tuple)):
-            _check_writable(verb, x)
-        elif x.layout is torch.strided and not x.is_contiguous() and torch_names.has_internal_overlap(x) == 1:
+    for x in tensors_in(outputs) if isinstance(outputs, (list, tuple)) else [outputs]:
+        if x.layout is torch.strided and not x.is_contiguous() and overlaps_itself(x):
             text = f"elements of the tensor of shape {tuple(x.shape)} lie in one place, as from expand(): clone() it"
             raise _refusal(verb, text, "HD202")
 
@@ -465,10 +463,6 @@ def team_of(
         return Team(comm, Group(comm.rank, peers), settings, number=number if name else None)
 
 
-_alive: set[MpiBackend] = set()
-"""Until their shutdown: torch's wrapper for TORCH_DISTRIBUTED_DEBUG=DETAIL keeps the C++ part of a backend alone."""
-
-
 class MpiBackend(Operations, Base):  # type: ignore[misc]
     """A backend on a communicator.
 
@@ -483,8 +477,7 @@ class MpiBackend(Operations, Base):  # type: ignore[misc]
         self._name = name
         self._options = options if isinstance(options, Base.Options) else Base.Options(name, timeout)
         self._start(team, timeout)
-        _alive.add(self)
-        give_lazy_tensors(Operations, ("mpi", "mpi4py"))
+        give_lazy_tensors(Operations)
 
     @property
     def options(self) -> Any:
@@ -521,14 +514,6 @@ class MpiBackend(Operations, Base):  # type: ignore[misc]
         if timeout is not None:
             torch_names.set_timeout(self._options, timeout)
         super()._set_default_timeout(timeout)
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        _alive.discard(self)
-
-    def abort(self) -> None:
-        super().abort()
-        _alive.discard(self)
 
 
 class MpiProcessGroup(Operations, dist.ProcessGroup):

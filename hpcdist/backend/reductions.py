@@ -17,21 +17,14 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from hpcdist.errors import refusal
-from hpcdist.tensors.storage import sum_dtype
+from hpcdist.tensors.storage import UNSIGNED, sum_dtype
 
 _Kind: Any = ReduceOp.RedOpType
 _BITWISE = ("BAND", "BOR", "BXOR")
-_INTEGERS = {
-    torch.int8: MPI.INT8_T,
-    torch.int16: MPI.INT16_T,
-    torch.int32: MPI.INT32_T,
-    torch.int64: MPI.INT64_T,
-    torch.uint8: MPI.UINT8_T,
-    torch.uint16: MPI.UINT16_T,
-    torch.uint32: MPI.UINT32_T,
-    torch.uint64: MPI.UINT64_T,
+_SIZED = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_INTEGERS: dict[torch.dtype, MPI.Datatype] = {
+    getattr(torch, name): getattr(MPI, f"{name.upper()}_T") for name in _SIZED
 }
-_UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # for which torch has no arithmetic, and numpy has
 _FLOATS = {
     torch.float32: MPI.FLOAT,
     torch.float64: MPI.DOUBLE,
@@ -89,7 +82,7 @@ class Reduction:
         op, saturates = _OPS[name][0], exact and dtype.itemsize <= 2 and _OPS[name][0] == MPI.SUM
         self.mpi = (op, known[dtype]) if dtype in known and not saturates else None
         self.direct = None if name in ("AVG", "PREMUL_SUM") else self.mpi
-        self._op = _by_numpy(_OPS[name][2]) if dtype in _UNSIGNED else _OPS[name][1]
+        self._op = _by_numpy(_OPS[name][2]) if dtype in UNSIGNED else _OPS[name][1]
 
     def scaled(self, x: Tensor) -> Tensor:
         """Return this rank's contribution: with PREMUL_SUM, a copy of `x` times the factor."""
@@ -97,7 +90,7 @@ class Reduction:
 
     def average(self, x: Tensor, size: int) -> None:
         """Divide a sum in place by the number of ranks, if it is an average."""
-        if self.name == "AVG" and x.dtype in _UNSIGNED:
+        if self.name == "AVG" and x.dtype in UNSIGNED:
             np.floor_divide(x.numpy(), size, out=x.numpy())
         elif self.name == "AVG":
             exact = x.dtype in _INTEGERS

@@ -192,7 +192,9 @@ class Queued(Finished):
             if error is None:
                 return tensors
             if reduces:
-                return [_refused(error)]
+                refused = torch.empty(0, device="cpu").as_subclass(_Refused)
+                refused.error = error
+                return [refused]
             raise error
 
         # Not by set_exception(), which stores the error as a value, and C++ takes a value for tensors.
@@ -212,12 +214,6 @@ class _Refused(Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise next(x.error for x in tensors_in([args, kwargs]) if isinstance(x, cls))
-
-
-def _refused(error: BaseException) -> Tensor:
-    x = torch.empty(0, device="cpu").as_subclass(_Refused)
-    x.error = error
-    return x
 
 
 class Transfer(Finished):
@@ -253,7 +249,8 @@ class Transfer(Finished):
         self._received = 0
         self._completed = False
         self._lock = threading.Lock()
-        _keep(self)
+        forget_done(_POLLED)
+        _unfinished.append(self)
 
     def _advance(self, block: bool) -> bool:
         """Complete the requests, as far as they are done or (`block`) all of them; return whether all are done.
@@ -337,12 +334,6 @@ class Transfer(Finished):
 
 _unfinished: deque[Transfer] = deque()  # MPI may use their memory, whatever becomes of their handles and groups
 _keeping = threading.Lock()
-
-
-def _keep(transfer: Transfer) -> None:
-    """Keep a message until it is done; forget the oldest ones if they are."""
-    forget_done(_POLLED)
-    _unfinished.append(transfer)
 
 
 def forget_done(most: int | None = None) -> None:

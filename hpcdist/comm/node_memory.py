@@ -230,7 +230,7 @@ class Windows:
         if self.problem is None:
             self._open_control()
         _existing.add(self)
-        pool.add(self)
+        pool.others.add(self)
 
     def take(self, nbytes: int) -> Window | None:
         """Take a window of this node. Collective over the team.
@@ -268,7 +268,7 @@ class Windows:
 
     def free(self) -> None:
         """Keep no windows any more. Windows with tensors on them stay until these are freed."""
-        pool.remove(self)
+        pool.others.discard(self)
         with self._lock:
             for slot in self.slots.values():
                 slot.block.close()
@@ -382,7 +382,7 @@ class Windows:
 
     def _choose(self, nbytes: int) -> int:
         """Choose a window that no rank holds, or make one; return its number. All ranks of the node then hold it."""
-        capacity = _capacity(nbytes)
+        capacity = pool.class_of(max(1, nbytes), mmap.PAGESIZE)
         same = [number for number in self._unheld() if self.slots[number].block.nbytes == capacity]
         found = same[-1] if same else None
         if found is None:
@@ -429,12 +429,6 @@ def _check_memory(nbytes: int) -> None:
     free = machine.available()
     if nbytes > free:
         raise OSError(f"{nbytes:,} bytes do not fit into the {free:,} bytes of free memory")
-
-
-def _capacity(nbytes: int) -> int:
-    """Round a size up by less than 1/16, so that similar sizes use the same windows; whole pages."""
-    step = max(mmap.PAGESIZE, 1 << max(0, nbytes.bit_length() - 5))
-    return -(-max(1, nbytes) // step) * step
 
 
 _existing: weakref.WeakSet[Windows] = weakref.WeakSet()

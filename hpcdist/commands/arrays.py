@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +49,6 @@ _ROUTES = ("mpi", "gloo", "hdf5", "nccl")
 _ROUNDS = 5  # timed runs of each route, after a warm-up that is not counted
 
 NO_PIECES = Listed.of([], ())
-T = TypeVar("T")
 File = tuple[str, Box]  # a file to be written, and the box of the joined array that it holds
 Move = Callable[..., Tensor | None]  # (shard, route=, out=) -> result
 Fill = Callable[[Box, Tensor], object]  # fills a tensor with a box of the joined array
@@ -246,7 +245,7 @@ def _stream(
         if mine is None:
             done = write(team_of())
         else:
-            done = objects.run_on_all(comm, args.prog, lambda: _alone(world, write))[world.rank]
+            done = objects.run_on_all(comm, args.prog, lambda: _alone(write))[world.rank]
     result = f"result: shape {data.shape} in {result}"
     lines = copied(world, args, report, started, done, result)
     held = written if copies else files if world.rank == (args.root or 0) else ()
@@ -274,7 +273,7 @@ def _write(
     return pieces, kept
 
 
-def _alone(world: World, write: Callable[[Team], T]) -> T:
+def _alone(write: Callable[[Team], tuple[int, int]]) -> tuple[int, int]:
     """Write on this rank alone."""
     from mpi4py import MPI
 
@@ -338,7 +337,7 @@ def _join_in_memory(world: World, args: Namespace) -> int:
         assert held is not None
         bits(out).copy_(bits(held(box)))
 
-    objects.run_on_all(comm, args.prog, lambda: _alone(world, partial(_write, world, args, data, files, fill)))
+    objects.run_on_all(comm, args.prog, lambda: _alone(partial(_write, world, args, data, files, fill)))
     report["output"] = args.output
     lines.append(f"written: {shown(args.output)}")
     return _finish(world, args, data, report, lines, [args.output] if writes else held)
@@ -383,7 +382,7 @@ def _time_routes(
     times: dict[str, list[float]] = {route: [] for route in results}
     for _ in progress(range(_ROUNDS), world, "move"):
         for route, (x, out) in results.items():
-            times[route].append(timed(world, partial(move, x, route=route, out=out))[0])
+            times[route].append(timed(world, partial(move, x, route=route, out=out)))
     held = [None if result is None else result.cpu() for _, result in results.values()]
     rows: list[Report] = []
     cells = []

@@ -51,8 +51,10 @@ def _report(contents: Contents) -> dict[str, Any]:
             "writers": ranks_text(stored.table["rank"].tolist()) if len(stored.table) else None,
             "storage": how,
         })  # fmt: skip
-    found = {"path": contents.path, "kind": contents.kind, "checksums": contents.checked, "tensors": tensors}
-    return found | {"elsewhere": contents.external, "left_out": contents.left_out}
+    return {
+        "path": contents.path, "kind": contents.kind, "checksums": contents.checked, "tensors": tensors,
+        "elsewhere": contents.external, "left_out": contents.left_out,
+    }  # fmt: skip
 
 
 def _listing(report: dict[str, Any]) -> str:
@@ -98,8 +100,10 @@ def _verify(world: World, contents: Contents, as_json: bool) -> int:
     found = [text for texts in objects.all_gather_object(team_of().comm, damaged) for text in texts]
     found += contents.damaged
     if world.rank == 0:
-        report = {"path": contents.path, "checksums": contents.checked, "pieces": len(pieces)}
-        report |= {"bytes": contents.nbytes(), "damaged": found, "left_out": contents.left_out}
+        report = {
+            "path": contents.path, "checksums": contents.checked, "pieces": len(pieces), "bytes": contents.nbytes(),
+            "damaged": found, "left_out": contents.left_out,
+        }  # fmt: skip
         print(json.dumps(report) if as_json else _verdict(contents, len(pieces), found), flush=True)
     return _DAMAGED if found else 0
 

@@ -69,7 +69,7 @@ def run_on_all(comm: MPI.Comm, what: str, step: Callable[[], T]) -> list[T]:
     values, problems = zip(*map(pickle.loads, comm.allgather(_outcome(step, causes))), strict=True)
     activity.touch()
     if any(problems):
-        raise_problems(what, {rank: problem for rank, problem in enumerate(problems) if problem}, causes)
+        raise_problems(what, dict(enumerate(problems)), causes)
     return list(values)
 
 
@@ -82,14 +82,15 @@ def everywhere(comm: MPI.Intracomm, good: bool) -> bool:
     return bool(found[0])
 
 
-def raise_problems(what: str, problems: dict[int, str], causes: list[Exception] | None = None) -> None:
+def raise_problems(what: str, found: Mapping[int, str | None], causes: list[Exception] | None = None) -> None:
     """Raise a RankError if there are problems, which are the same on all ranks.
 
     Args:
         what: the operation as the user called it.
+        found: the problem of each rank, if it has one.
         causes: this rank's own error, if any, from which it is raised.
     """
-    if problems:
+    if problems := {rank: text for rank, text in found.items() if text}:
         # Popped: an error in a variable of a frame of its own traceback would keep that frame alive, and what the
         # caller holds.
         raise RankError(what, problems) from (without_hint(causes.pop()) if causes else None)
@@ -125,8 +126,7 @@ def same(comm: MPI.Intracomm, verb: str, key: object, value: T, odd: Callable[[T
     comm.Allreduce(MPI.IN_PLACE, extremes, MPI.MAX)
     if (extremes[:2] != ~extremes[2:]).any():
         mine, value = value, run_on_root(comm, verb, lambda: value)
-        problems = enumerate(all_gather_object(comm, odd(value, mine), verb))
-        raise_problems(verb, {rank: text for rank, text in problems if text is not None})
+        raise_problems(verb, dict(enumerate(all_gather_object(comm, odd(value, mine), verb))))
     return value
 
 

@@ -419,7 +419,7 @@ _PATIENCE = 10.0  # seconds for a command of a scheduler, which may retry for mi
 _NO_LIMIT = 2**32 - 1  # Flux prints it for no limit
 
 
-def _clock(text: str) -> int:
+def clock(text: str) -> int:
     """Convert [[days-]hours:][minutes:]seconds."""
     days, _, clock = text.rpartition("-")
     total = 0
@@ -431,15 +431,15 @@ def _clock(text: str) -> int:
 def _after_start(text: str) -> float:
     values = dict(re.findall(r"^\s*([\w.]+) = (.*\S)", text, re.MULTILINE))
     start = values.get("stime") or values.get("start_time", "")  # OpenPBS has the former, Torque the latter
-    return _clock(values.get("Resource_List.walltime", "")) + time.mktime(time.strptime(start)) - time.time()
+    return clock(values.get("Resource_List.walltime", "")) + time.mktime(time.strptime(start)) - time.time()
 
 
 # Variable with the ID of a job: command that prints the time of the job whose ID follows, and how to read seconds left.
 _SCHEDULERS: dict[str, tuple[str, Callable[[str], float]]] = {
-    "SLURM_JOB_ID": ("squeue --noheader --format=%L --jobs", _clock),
+    "SLURM_JOB_ID": ("squeue --noheader --format=%L --jobs", clock),
     "PBS_JOBID": ("qstat -f", _after_start),
-    "LSB_BATCH_JID": ("bjobs -noheader -o time_left", lambda text: 60 * _clock(text.partition(" ")[0])),
-    "FLUX_JOB_ID": ("flux job timeleft", _clock),
+    "LSB_BATCH_JID": ("bjobs -noheader -o time_left", lambda text: 60 * clock(text.partition(" ")[0])),
+    "FLUX_JOB_ID": ("flux job timeleft", clock),
 }
 
 

@@ -132,10 +132,9 @@ def recv(
         TypeError, ValueError: if an argument is wrong.
         HpcdistError: if the message is damaged.
     """
-    ours, peer, steps = _receiving(source, tag, group, allow_pickle)
+    ours, peer, steps = _receiving(source, tag, group, allow_pickle, with_source)
     with activity.InCall("recv", ours.context.team, peer, ours.behind(peer), route="mpi"):
-        got: tuple[Any, int] = ours.recv(steps)
-    return got if with_source else got[0]
+        return ours.recv(steps)
 
 
 # fmt: off
@@ -170,13 +169,8 @@ def irecv(
         TypeError, ValueError: if an argument is wrong.
         HpcdistError: if MPI does not support threads.
     """
-    ours, peer, steps = _receiving(source, tag, group, allow_pickle)
-
-    def received() -> Steps[Any]:
-        got = yield from steps
-        return got if with_source else got[0]
-
-    return ours.irecv(received(), peer)
+    ours, peer, steps = _receiving(source, tag, group, allow_pickle, with_source)
+    return ours.irecv(steps, peer)
 
 
 def _sending(x: Any, dest: int, tag: int, group: Any, allow_pickle: bool) -> tuple[Transport, Outgoing]:
@@ -188,14 +182,15 @@ def _sending(x: Any, dest: int, tag: int, group: Any, allow_pickle: bool) -> tup
 
 
 def _receiving(
-    source: int | None, tag: int | None, group: Any, allow_pickle: bool
-) -> tuple[Transport, int, Steps[tuple[Any, int]]]:
+    source: int | None, tag: int | None, group: Any, allow_pickle: bool, with_source: bool
+) -> tuple[Transport, int, Steps[Any]]:
     from hpcdist.p2p.transfers import RecvTurn, receive, transport
 
     context, ranks = _checked(group, tag, "source", source)
     peer = None if source is None else ranks.peers[source]
     turn = RecvTurn(context, ranks, peer, tag)
-    return transport(context), activity.ANYBODY if peer is None else peer, receive(context, ranks, turn, allow_pickle)
+    steps = receive(context, ranks, turn, allow_pickle, with_source)
+    return transport(context), activity.ANYBODY if peer is None else peer, steps
 
 
 def _checked(group: Any, tag: Any, name: str, rank: Any) -> tuple[Context, Group]:

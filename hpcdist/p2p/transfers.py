@@ -23,7 +23,7 @@ from hpcdist.comm.worker import Worker
 from hpcdist.errors import HpcdistError
 from hpcdist.process import abort
 from hpcdist.runtime.background import Handle, check_threads
-from hpcdist.tensors import accelerator, pool
+from hpcdist.tensors import accelerator
 from hpcdist.tensors.message import MessageContents, check_memory, encode, join, parse
 from hpcdist.tensors.storage import Scratch, as_bytes
 from hpcdist.tensors.tree import Tree, restore
@@ -129,8 +129,8 @@ class Outgoing(NamedTuple):
         return Requests(requests, [head, *rest, *self.parts])
 
 
-def receive(context: Context, group: Group, turn: RecvTurn, allow_pickle: bool) -> Steps[tuple[Any, int]]:
-    """Receive the message that `turn` waits for; return its structure, and its source in `group`."""
+def receive(context: Context, group: Group, turn: RecvTurn, allow_pickle: bool, with_source: bool) -> Steps[Any]:
+    """Receive the message that `turn` waits for; return its structure, and with it its source in `group` if asked."""
     yield turn
     (envelope,) = turn.matched
     source, device = group.peers.index(envelope.source), context.settings.device
@@ -145,7 +145,7 @@ def receive(context: Context, group: Group, turn: RecvTurn, allow_pickle: bool) 
         check_memory(envelope.nbytes)
         content = envelope.content
         if content is None:
-            content = pool.empty([envelope.nbytes], torch.uint8, "cpu", fixed=True)
+            content = accelerator.host_buffer(envelope.nbytes, pinned=False)
             yield incoming([content])
     header, packed = parse(content)
     with abort.InTransfer("recv", group.size if header.large else 1):
@@ -158,7 +158,8 @@ def receive(context: Context, group: Group, turn: RecvTurn, allow_pickle: bool) 
     for i, x in large.items():
         x = x.view(header.metas[i].dtype).view(header.metas[i].shape)
         tensors[i] = x.to(device) if i in to_gpu else x
-    return restore(header.spec, tensors, allow_pickle), source
+    structure = restore(header.spec, tensors, allow_pickle)
+    return (structure, source) if with_source else structure
 
 
 @dataclass

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import struct
 import sys
 from collections.abc import Mapping
 
 from hpcdist.errors import LaunchError, coded
 
-_OWNER = struct.Struct("<q")
-_owner = mmap.mmap(-1, mmap.PAGESIZE)  # pid of the process that has called init(), shared with all forked from here on
+# Pid of the process that has called init(), shared with all that are forked from here on.
+_owner = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
 _parent = 0  # pid of the parent, in a child that must not use MPI
 _ADVICE = (
     "Call hpcdist in the process that the launcher has started, and give its children work without hpcdist; or "
@@ -40,8 +39,7 @@ def claim(environ: Mapping[str, str], launched: bool) -> None:
     Raises:
         LaunchError: if this process must not be a rank.
     """
-    why = refusal()
-    if why is not None:
+    if why := refusal():
         raise LaunchError(why)
     fd = environ.get("PMI_FD", "")
     if fd.isdigit() and not mpi_runs() and not os.path.exists(f"/proc/self/fd/{fd}"):
@@ -50,14 +48,14 @@ def claim(environ: Mapping[str, str], launched: bool) -> None:
             f"PMI_FD={fd}, by which this process (pid {os.getpid()}) would become a rank, is not open: the launcher "
             f"did not start it, but a process of the launcher's did (subprocess, spawn, forkserver). {_ADVICE}",
         )
-    (owner,) = _OWNER.unpack_from(_owner)
+    owner = _owner[0]
     if launched and owner not in (0, os.getpid()) and os.path.exists(f"/proc/{owner}"):
         raise LaunchError(
             "HD104",
             f"process {owner}, a parent, child or sibling of this one (pid {os.getpid()}), has called hpcdist.init() "
             f"already, and the launcher has one rank for them. {_ADVICE}",
         )
-    _OWNER.pack_into(_owner, 0, os.getpid())
+    _owner[0] = os.getpid()
 
 
 def mpi_runs() -> bool:

@@ -87,18 +87,18 @@ def _lines(path: Path) -> list[str]:
     return []
 
 
-_SYS = Path("/sys")
+SYS = Path("/sys")
 
 
-def domains(root: Path = _SYS) -> list[set[int]]:
+def domains() -> list[set[int]]:
     """Return the cores of each NUMA domain of this node that has some; none where the system does not list them."""
-    folders = sorted(root.glob("devices/system/node/node*[0-9]"), key=lambda path: int(path.name.removeprefix("node")))
+    folders = sorted(SYS.glob("devices/system/node/node*[0-9]"), key=lambda path: int(path.name.removeprefix("node")))
     return [cores for folder in folders if (cores := listed_cores(folder / "cpulist"))]
 
 
-def beside(address: str, root: Path = _SYS) -> set[int]:
+def beside(address: str) -> set[int]:
     """Return the cores beside a PCI device, such as "0000:3b:00"; none if unknown."""
-    return listed_cores(root / f"bus/pci/devices/{address}.0/local_cpulist") if address else set()
+    return listed_cores(SYS / f"bus/pci/devices/{address}.0/local_cpulist") if address else set()
 
 
 def choose(ranks: Sequence[tuple[set[int], set[int]]], domains: Sequence[set[int]]) -> list[set[int]]:

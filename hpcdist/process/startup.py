@@ -90,10 +90,10 @@ def problem(version: Callable[[str], str | None]) -> str | None:
     return f"hpcdist needs {needs}: {fix}"
 
 
-def require(version: Callable[[str], str | None] | None = None) -> None:
+def require() -> None:
     """Raise an ImportError if :func:`problem` finds one among the installed packages; a command ends with one line."""
-    if what := problem(version or _installed):
-        if COMMAND and version is None:
+    if what := problem(_installed):
+        if COMMAND:
             text = coded("HD102", what)
             sys.stderr.write(f"hpcdist: error: {text} (see {hint(text)})\n")
             sys.exit(2)

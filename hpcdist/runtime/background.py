@@ -70,10 +70,10 @@ class Handle(Generic[T]):
             TypeError, ValueError: on this rank, if the timeout is not a time, or is negative.
         """
         seconds = patience(timeout)
-        team, peer = self._depends_on
+        own_end = timeout is not None or self._future.done()
+        team, peer = (None, activity.NOBODY) if own_end else self._depends_on
         try:
-            own_end = timeout is not None or self._future.done()
-            with activity.InCall(self._what, None if own_end else team, activity.NOBODY if own_end else peer):
+            with activity.InCall(self._what, team, peer):
                 result = self._future.result(seconds)
         except futures.TimeoutError:
             if self._future.done():  # raised by the call itself
@@ -166,19 +166,12 @@ def check_threads() -> None:
     """
     from mpi4py import MPI
 
-    if thread_level() < MPI.THREAD_MULTIPLE:
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise HpcdistError(
             "HD113",
             "asynchronous calls need an MPI that was initialised with MPI_THREAD_MULTIPLE, which is mpi4py's default "
             "(mpi4py.rc.thread_level); this one was not, or does not support it",
         )
-
-
-def thread_level() -> int:
-    """Return the thread level that MPI was initialised with."""
-    from mpi4py import MPI
-
-    return MPI.Query_thread()
 
 
 def prepare(team: Team) -> None:
@@ -188,7 +181,7 @@ def prepare(team: Team) -> None:
     """
     from mpi4py import MPI
 
-    if team.size > 1 and thread_level() >= MPI.THREAD_MULTIPLE:
+    if team.size > 1 and MPI.Query_thread() >= MPI.THREAD_MULTIPLE:
         team.background.worker.start()
 
 

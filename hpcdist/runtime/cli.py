@@ -85,15 +85,15 @@ def placed(world: World, shard: Tensor, route: str) -> Tensor:
     return shard.to(world.device) if route == "nccl" and world.settings.own_gpus else shard
 
 
-def timed(world: World, step: Callable[[], Tensor | None]) -> tuple[float, Tensor | None]:
-    """Run a collective step; return the slowest rank's seconds and this rank's result. Collective."""
+def timed(world: World, step: Callable[[], object]) -> float:
+    """Run a collective step; return the slowest rank's seconds. Collective."""
     comm = team_of().comm
     comm.Barrier()
     start = time.perf_counter()
-    result = step()
+    step()
     if world.device.type != "cpu":
         accelerator.synchronize(world.device)
-    return max(objects.all_gather_object(comm, time.perf_counter() - start)), result
+    return float(max(objects.all_gather_object(comm, time.perf_counter() - start)))
 
 
 def nbytes(text: str) -> int:
@@ -117,8 +117,8 @@ def ranks_text(ranks: Iterable[int]) -> str:
         'ranks 0-2, 5'
     """
     given = sorted(set(ranks))
-    starts = [given[0], *(b for a, b in pairwise(given) if b > a + 1)]
-    ends = [*(a for a, b in pairwise(given) if b > a + 1), given[-1]]
+    gaps = [(a, b) for a, b in pairwise(given) if b > a + 1]
+    starts, ends = [given[0], *(b for _, b in gaps)], [*(a for a, _ in gaps), given[-1]]
     runs = [f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
     return f"rank{'s' * (len(given) > 1)} {', '.join(runs)}"
 
@@ -156,8 +156,9 @@ class Table:
         return f"{self.title}\n{table(self.head, self.rows)}"
 
 
-def write_page(path: str | Path, lines: Sequence[str], tables: Sequence[Table], picture: str, **values: Any) -> None:
-    """Write a report as one page in HTML that needs no other file: sentences, a picture, and tables.
+def write_page(path: str | Path, lines: Sequence[str], tables: Sequence[Table], picture: str, **values: Any) -> str:
+    """Write a report as one page in HTML that needs no other file: sentences, a picture, and tables; return the same
+    for a terminal, without the picture.
 
     Args:
         picture: template of jinja2 for the picture, filled in with `values`.
@@ -174,3 +175,4 @@ def write_page(path: str | Path, lines: Sequence[str], tables: Sequence[Table], 
 
     page = fill("page.html.j2", lines=lines, picture=fill(picture, **values), tables=tables)
     write_text(path, page)
+    return "\n\n".join(["\n".join(lines), *map(str, tables)])

@@ -217,17 +217,17 @@ def start(
     Returns:
         Whether it was started here.
     """
-    started = backend is not None and not dist.is_initialized()
-    if started:
-        dist.init_process_group(
-            backend,
-            store=rendezvous.open_store(comm, meeting, timeout),
-            rank=comm.rank,
-            world_size=comm.size,
-            timeout=timeout,
-            device_id=device if BINDS and "nccl" in str(backend) else None,
-        )
-    return started
+    if backend is None or dist.is_initialized():
+        return False
+    dist.init_process_group(
+        backend,
+        store=rendezvous.open_store(comm, meeting, timeout),
+        rank=comm.rank,
+        world_size=comm.size,
+        timeout=timeout,
+        device_id=device if BINDS and "nccl" in backend else None,
+    )
+    return True
 
 
 def default_backend(own_gpus: bool) -> str:
@@ -251,11 +251,6 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def _asked(timeout: timedelta) -> timedelta | None:
-    """Return the deadline for which the program asks; None if it is torch's default."""
-    return None if timeout == default_pg_timeout else timeout
-
-
 def _create(name: str, options: Any, backend_options: Any = None) -> Any:
     """Make a process group, or from torch 2.14 a backend of one. Collective over its ranks.
 
@@ -273,7 +268,7 @@ def _create(name: str, options: Any, backend_options: Any = None) -> Any:
     comm = host.comm
     if not ranks:
         _check_place(options.group_rank, options.group_size, comm)
-    if _asked(timeout) is None:
+    if timeout == default_pg_timeout:  # the program asks for no other
         timeout = host.settings.timeout
     ranks = ranks or list(range(comm.size))
     identity = f"{options.group_id} {ranks}"

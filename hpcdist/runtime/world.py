@@ -12,7 +12,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import NoneType, TracebackType
+from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -66,7 +66,7 @@ class World:
     _stop: Stop = field(repr=False)
     _ends: ExitStack = field(repr=False)  # ends what the world has begun
     _owns_group: bool = field(repr=False)
-    _implicit: bool = field(repr=False)  # made for a program that called torch.distributed, not init()
+    _implicit: bool = field(repr=False)  # made by prepare()
     _asked: Asked = field(repr=False)
 
     @property
@@ -178,9 +178,7 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.finalize()
         else:
@@ -321,7 +319,7 @@ def prepare(bind: str | None) -> World:
 
     Collective over all ranks. The world that is returned holds the store at MASTER_PORT.
     """
-    return _make(Asked(device="cpu", bind=bind), implicit=True, program=True)
+    return _make(Asked(device="cpu", bind=bind), implicit=True)
 
 
 registration.host.variables = environ
@@ -377,7 +375,7 @@ def _leave() -> None:
     _world._close()
 
 
-def _make(asked: Asked, implicit: bool = False, program: bool = False) -> World:
+def _make(asked: Asked, implicit: bool = False) -> World:
     """Make the world, which ends with the program at the latest. Collective over all ranks."""
     global _world
     streams.reserve()
@@ -412,9 +410,9 @@ def _make(asked: Asked, implicit: bool = False, program: bool = False) -> World:
             settings = _settings(private, nodes, limit, asked, watch)
             registration.host.open(private, settings, meeting)
             ends.callback(registration.host.close)
-            ends.callback(torchrun.give(private, nodes, meeting.host, os.environ, limit, program))
+            ends.callback(torchrun.give(private, nodes, meeting.host, os.environ, limit, implicit))
             if asked.bind:
-                _bind(private, nodes, accelerator.of_rank(nodes.local_rank) if program else settings.device)
+                _bind(private, nodes, accelerator.of_rank(nodes.local_rank) if implicit else settings.device)
             name = None if implicit else asked.backend or registration.default_backend(settings.own_gpus)
             with abort.without_hook():
                 owns_group = registration.start(private, meeting, name, limit, settings.device)
@@ -441,7 +439,7 @@ def _make(asked: Asked, implicit: bool = False, program: bool = False) -> World:
     return _world
 
 
-def _put_back_after(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+def _put_back_after(kind: object, error: BaseException | None, trace: object) -> None:
     """Put sys.exit and the like back if no rank has a world. After an error of this rank alone the others wait for
     it: they end with it, unless the program catches the error."""
     if isinstance(error, HpcdistError):
@@ -538,25 +536,26 @@ def _agree_on(
         pool.limit_of(env_cache, 0)
         if not isinstance(trace, (str, os.PathLike, NoneType)):
             raise refusal(TypeError, "HD114", f"trace must be a folder, got {type(trace).__name__}")
-        stop = {
+        options = {
+            "backend": backend,
+            "bind": bind,
             "stop_on": stopping.signals(asked.stop_on),
             "stop_before": patience(asked.stop_before, "stop_before"),
+            "trace": trace is not None,
         }
-        options = {"backend": backend, "bind": bind, **stop, "trace": trace is not None}
         return options, deadline(asked.timeout, env_timeout)
 
     abort.report_to(os.environ.get("HPCDIST_FACTS"), launcher.batch_job(os.environ), comm.rank)
     given = objects.run_on_all(comm, "init", check)
     differences = {rank: objects.first_difference(given[0][0], options) for rank, (options, _) in enumerate(given)}
-    objects.raise_problems("init", {rank: text for rank, text in differences.items() if text is not None})
+    objects.raise_problems("init", differences)
     agreed, seconds = given[0]
     return agreed, timedelta(seconds=seconds)
 
 
 def _start_trace(comm: MPI.Intracomm, folder: str | os.PathLike[str]) -> None:
     """Record the calls of all ranks from here on. Collective over `comm`; raises the same on all ranks."""
-    new_name = lambda: f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.urandom(4).hex()}"  # noqa: E731
-    job = objects.run_on_root(comm, "init", new_name)
+    job = comm.bcast(f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.urandom(4).hex()}")
     objects.run_on_all(comm, "init", lambda: recording.start(os.fspath(folder), job, comm.rank, comm.size))
     assert recording.current is not None
     recording.current.compare_clocks(comm)

@@ -134,7 +134,7 @@ def _chosen(local_rank: int, asked: torch.device | str | None) -> tuple[torch.de
     if device.type != KIND:
         raise refusal(ValueError, "HD110", f"device is {device}, expected cpu or {KIND}")
     if device.index is None and gpus:
-        device = torch.device(KIND, local_rank % gpus)
+        device = of_rank(local_rank)
     if device.index is None or device.index >= gpus:
         raise refusal(ValueError, "HD110", f"device is {device}, but this process sees {gpus} GPUs")
     return device, identity(device.index)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hpcdist import layout
 from hpcdist.layout import Box
+from hpcdist.layout.box import Shards, summed
 from hpcdist.tensors import pool
 from hpcdist.tensors.storage import copyable
 
@@ -100,8 +101,4 @@ def blocks(shape: tuple[int, ...], dim: int, extents: tuple[int, ...], dtype: to
         extents: extent of each rank's block along `dim`.
     """
     shape = (*shape[:dim], sum(extents), *shape[dim + 1 :])
-    boxes = []
-    for offset, extent in zip(layout.displs(extents), extents, strict=True):
-        start = (0,) * dim + (offset,) + (0,) * (len(shape) - dim - 1)
-        boxes.append([Box(start, (*shape[:dim], extent, *shape[dim + 1 :]))])
-    return Blocks(shape, boxes, dtype)
+    return Blocks(shape, [[box] for box in Shards(shape, dim, summed(extents))], dtype)

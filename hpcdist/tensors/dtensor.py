@@ -40,7 +40,7 @@ def layout_of(placements: Sequence[Placement], mesh: DeviceMesh | Sequence[int])
         )
     dims: list[int | None] = []
     for placement in placements:
-        if type(placement) is not Shard and type(placement) is not Replicate:
+        if type(placement) not in (Shard, Replicate):
             raise refusal(
                 TypeError, "HD213", f"{placement} has no layout: expected Shard or Replicate (reduce a Partial first)"
             )

@@ -54,7 +54,7 @@ class PoolBlock:
     Attributes:
         storage: the memory; the pool holds no other reference to it.
         address, nbytes: where it was, and its size, when it was made.
-        size: largest size of its class; see _class_of().
+        size: largest size of its class; see class_of().
         idle: time at which it was first seen idle since it last served.
         lazy: whether the kernel may have taken its pages since then.
     """
@@ -151,7 +151,7 @@ class Pool:
         """Return a tensor on a block of its size or slightly more; None if the pool cannot have one. See empty()."""
         if self.problem or nbytes > self.limit:
             return None
-        size = _class_of(nbytes)
+        size = class_of(nbytes)
         with self._exclusive() as allowed:
             if not allowed:
                 return None
@@ -252,9 +252,10 @@ class Pool:
             }
 
 
-def _class_of(nbytes: int) -> int:
-    """Return the largest size of the class of a size: 2**_SLACK classes between two powers of two."""
-    step = 1 << max(0, nbytes.bit_length() - 1 - _SLACK)
+def class_of(nbytes: int, least: int = 1) -> int:
+    """Return the largest size of the class of a size: 2**_SLACK classes between two powers of two; multiples of
+    `least`, a power of two."""
+    step = max(least, 1 << max(0, nbytes.bit_length() - 1 - _SLACK))
     return -(-nbytes // step) * step
 
 
@@ -267,16 +268,9 @@ class Cache(Protocol):
 
 
 current = Pool(0)
-_others: dict[int, Cache] = {}  # any thread may add and remove, because list() of it is one step
-
-
-def add(cache: Cache) -> None:
-    """Let empty_cache(), memory_stats() and sweep() regard other memory, too, until remove()."""
-    _others[id(cache)] = cache
-
-
-def remove(cache: Cache) -> None:
-    _others.pop(id(cache), None)
+others: set[Cache] = set()
+"""Other memory, which empty_cache(), memory_stats() and sweep() regard, too. Any thread may add and remove some: list()
+of it is one step."""
 
 
 def limit_of(text: str | None, share: int) -> int:
@@ -311,7 +305,7 @@ def stop() -> None:
 def _forget() -> None:
     """In a child process: a thread that is not there may hold the lock, and windows are its parent's."""
     stop()
-    _others.clear()
+    others.clear()
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -319,7 +313,7 @@ os.register_at_fork(after_in_child=_forget)
 
 def sweep() -> bool:
     """Let the kernel take blocks idle for some seconds; return whether to call this again in about a second."""
-    return any([current.sweep(IDLE), *(other.sweep(IDLE) for other in list(_others.values()))])
+    return any([current.sweep(IDLE), *(other.sweep(IDLE) for other in list(others))])
 
 
 def empty_cache() -> None:
@@ -337,7 +331,7 @@ def empty_cache() -> None:
         0
     """
     current.clear()
-    for other in list(_others.values()):
+    for other in list(others):
         other.clear()
 
 
@@ -366,7 +360,7 @@ def memory_stats() -> dict[str, int | str]:
         >>> hd.memory.memory_stats()["in_use_bytes"]
         67108864
     """
-    return current.stats() | {"window_bytes": sum(other.nbytes() for other in list(_others.values()))}
+    return current.stats() | {"window_bytes": sum(other.nbytes() for other in list(others))}
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, fixed: bool = False) -> Tensor:

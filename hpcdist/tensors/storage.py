@@ -20,23 +20,25 @@ from hpcdist.tensors import accelerator, pool
 T = TypeVar("T")
 
 _KNOWN = (  # a dtype's number is its position: append, never renumber
-    *("float64", "float32", "float16", "bfloat16"),
-    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
-    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
-    *("complex128", "complex64", "complex32"),
-)
+    "float64", "float32", "float16", "bfloat16",
+    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
+    "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool",
+    "complex128", "complex64", "complex32",
+)  # fmt: skip
 _BARE = (  # numbered after those, as above
-    *("float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
-    *("int1", "int2", "int3", "int4", "int5", "int6", "int7"),
-    *("uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7"),
+    "float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2",
+    "int1", "int2", "int3", "int4", "int5", "int6", "int7",
+    "uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7",
     "bcomplex32",
-)
+)  # fmt: skip
 DTYPES: dict[torch.dtype, int] = {
     getattr(torch, name): code for code, name in enumerate(_KNOWN + _BARE) if hasattr(torch, name)
 }
 """Every supported dtype (whole bytes, no quantisation parameters), and its number in a header."""
 BARE = frozenset(getattr(torch, name) for name in _BARE if hasattr(torch, name))
 """The supported dtypes that torch cannot even copy on some device."""
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+"""Those of which torch has no arithmetic, and numpy has."""
 _KINDS = (Tensor, torch.nn.Parameter)  # other classes have state or meaning besides their memory
 NAMED = hasattr(Tensor, "has_names")  # torch has names until 2.12
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}

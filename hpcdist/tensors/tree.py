@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hpcdist import layout
+from hpcdist.control import objects
 from hpcdist.control.codec import MAX_DEPTH, Node, UnsupportedError, describe, node_of, rebuild
 from hpcdist.errors import HpcdistError, RankError, coded, reason, refusal
 from hpcdist.tensors import storage
@@ -208,10 +209,14 @@ def _kind(spec: Any) -> str:
 
 def check_same(verb: str, path: str, is_: str, values: Sequence[str]) -> None:
     """Raise a RankError if the ranks' values differ."""
-    differences = {r: f"{path} {is_} {value}, where rank 0 has {values[0]}" for r, value in enumerate(values)}
-    differences = {rank: text for rank, text in differences.items() if values[rank] != values[0]}
-    if differences:
-        raise RankError(verb, {rank: coded("HD303", text) for rank, text in differences.items()})
+    objects.raise_problems(
+        verb,
+        {
+            rank: coded("HD303", f"{path} {is_} {value}, where rank 0 has {values[0]}")
+            for rank, value in enumerate(values)
+            if value != values[0]
+        },
+    )
 
 
 def cut(tree: Tree, dim: int, counts: str | Sequence[int] | None, parts: int) -> list[Tree]:

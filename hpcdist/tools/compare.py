@@ -37,8 +37,9 @@ from hpcdist.runtime.cli import Table, progress, run, write_page
 from hpcdist.runtime.commandline import Parser, path, plural, show_bytes
 from hpcdist.runtime.world import World, team_of
 from hpcdist.tensors import accelerator
+from hpcdist.tensors.storage import bits
 from hpcdist.tools.timing import Contender, Spread, Timing, measure
-from hpcdist.tools.trace import read
+from hpcdist.tools.trace import collectives, read
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -49,7 +50,6 @@ VERBS = {"concat": concat, "gather": gather, "split": split, "redistribute": red
 _NAMES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES}
 _MPI = {"concat": "allgather", "gather": "gather", "split": "scatter", "redistribute": "alltoall"}
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LISTS = (dist.scatter, dist.gather, dist.all_gather)
 _OBJECTS = (dist.scatter_object_list, dist.gather_object, dist.all_gather_object)
 _LIKE = {"all_gather": "concat", "all_gather_single": "concat"}  # torch's names in a trace
@@ -164,7 +164,7 @@ def _message(x: Tensor | None, counts: Sequence[int] | None = None) -> Any:
     """Return mpi4py's specification of a buffer; numpy does not know all dtypes."""
     if x is None:
         return None
-    buffer = x.view(_BITS[x.itemsize]).numpy()
+    buffer = bits(x).numpy()
     return [buffer, counts] if counts else buffer
 
 
@@ -328,13 +328,13 @@ def _asked(args: argparse.Namespace, size: int) -> list[str]:
         check_target(name, 0)
     if args.like:
         return _traced(Path(args.like), size)
-    lines = list[str]()
-    if args.shapes:
-        with file_errors(args.shapes):
-            lines = [line.partition("#")[0].strip() for line in Path(args.shapes).read_text().splitlines()]
-        if not any(lines):
-            raise InputError("HD505", f"{args.shapes}: has no case")
-    lines = [*filter(None, lines)]
+    if not args.shapes:
+        return []
+    with file_errors(args.shapes):
+        text = Path(args.shapes).read_text()
+    lines = [*filter(None, (line.partition("#")[0].strip() for line in text.splitlines()))]
+    if not lines:
+        raise InputError("HD505", f"{args.shapes}: has no case")
     for line in lines:
         parse(line, size)
     return lines
@@ -366,11 +366,9 @@ def _traced(folder: Path, size: int) -> list[str]:
     if (world := trace.headers[0].world_size) != size:
         raise InputError("HD505", f"{folder}: is of {plural(world, 'rank')}; compare on as many")
     names = [re.split(r"\W", call)[0] for call in trace.calls]
-    rows = trace.rows[trace.rows.number > 0]
-    rows = rows[np.lexsort((rows.rank, rows.number, rows.group))]
-    first = np.flatnonzero(np.diff(rows.group, prepend=-1) | np.diff(rows.number, prepend=-1))
+    order, first = collectives(trace.rows, "rank")
     cost = defaultdict[str, int](int)
-    calls: list[Any] = np.split(rows, first[1:])
+    calls: list[Any] = np.split(trace.rows[order], first[1:])
     for call in calls:
         counts, name = call.payload.tolist(), names[call.call[0]]
         verb = _LIKE.get(name, name)
@@ -512,8 +510,8 @@ def _reported(args: argparse.Namespace, record: dict[str, Any]) -> str:
     if not args.files:
         write_text(target, json.dumps(record, indent=1) + "\n")
         written.append(str(target))
-    write_page(written[0], lines, tables, "bars.html.j2", groups=groups)
-    return "\n\n".join(["\n".join(lines), *map(str, tables), f"written: {', '.join(written)}"])
+    text = write_page(written[0], lines, tables, "bars.html.j2", groups=groups)
+    return f"{text}\n\nwritten: {', '.join(written)}"
 
 
 def parser() -> Parser:

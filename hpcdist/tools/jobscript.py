@@ -22,6 +22,7 @@ from typing import Any
 import jinja2
 
 from hpcdist.errors import InputError, reason
+from hpcdist.launch.launcher import clock
 from hpcdist.process.streams import pass_bytes_on, printing
 from hpcdist.runtime.commandline import Parser, path
 
@@ -88,12 +89,12 @@ PMIS = {"Open MPI": ("pmix",), "Intel MPI": ("pmi2", "pmix"), "Cray MPICH": ("cr
 OTHER_PMIS = ("pmi2",)  # MPICH, and what is made of it
 PMI_OF_IMAGES = "pmix"  # of Pyxis: NVIDIA's have Open MPI
 
-KINDS = ("cpu", "gpu", "train", "staged", "array", "interactive", "requeue")
 LAUNCHERS = tuple(dict.fromkeys(name for one in SCHEDULERS.values() for name in one.launchers))
 BINDINGS = ("none", "cores", "gpu")
 
-_EVERYWHERE = ("cpu", "gpu", "train", "staged")  # kinds that every scheduler has
 _PLAIN = ("cpu", "gpu", "train")
+_EVERYWHERE = (*_PLAIN, "staged")  # kinds that every scheduler has
+KINDS = (*_EVERYWHERE, "array", "interactive", "requeue")
 _SECONDS = 20.0  # for a command
 _VENDOR = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
 _MIN_WARNING = 60  # seconds: Slurm may send the signal so much earlier than requested
@@ -190,7 +191,7 @@ def completed(shape: Shape) -> Shape:
 
 def check(given: Shape, full: Shape) -> None:
     """Raise an InputError if no job can have this shape, as it was given and with its defaults."""
-    for rules in (_launch(given, full), _numbers(full), _texts(full), _options(given, full), _times(given, full)):
+    for rules in (_launch(given, full), _numbers(full), _texts(full), _options(given, full), _times(full)):
         for right, option, value, problem in rules:
             if not right:
                 raise _refusal(option, value, problem)
@@ -292,7 +293,7 @@ def _options(given: Shape, full: Shape) -> Rules:
     yield given.warning is None or requeued, "warning", full.warning, "it is an option of --kind requeue"
 
 
-def _times(given: Shape, full: Shape) -> Rules:
+def _times(full: Shape) -> Rules:
     """The indices of an array, and the seconds of a limit."""
     numbers, indices = r"\d+(-\d+(:\d+)?)?", full.array or ""
     pattern, example = rf"{numbers}(,{numbers})*(%[1-9]\d*)?", "0-3, 1,5,7 or 0-99%10"
@@ -308,13 +309,9 @@ def _times(given: Shape, full: Shape) -> Rules:
 
 def seconds(time: str) -> int:
     """Return the seconds of a time limit in any of Slurm's notations, and raise an InputError for any other text."""
-    match = re.fullmatch(r"(?:([0-9]{1,9})-)?([0-9]{1,9}(?::[0-9]{1,9}){0,2})", time)
-    parts = [int(part) for part in match[2].split(":")] if match else []
-    days = match and match[1]
-    if days is None and len(parts) < 3:
-        parts.insert(0, 0)  # minutes, or minutes:seconds; otherwise hours come first
-    hours, minutes, seconds = [*parts, 0, 0, 0][:3]
-    total = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    known = re.fullmatch(r"([0-9]{1,9}-)?[0-9]{1,9}(:[0-9]{1,9}){0,2}", time)
+    least = 2 if "-" in time else 1  # colons: hours follow the days; a number alone is minutes
+    total = clock(time + ":0" * (least - time.count(":"))) if known else 0
     if not total:
         raise _refusal("time", time, "expected minutes, hours:minutes:seconds or days-hours:minutes:seconds, above 0")
     return total

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import median, quantiles
+from statistics import quantiles
 from typing import Any, NamedTuple
 
 from hpcdist.control import objects
@@ -47,8 +47,8 @@ class Spread(NamedTuple):
 
 def spread(values: Sequence[float]) -> Spread:
     """Compute median and quartiles."""
-    low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
-    return Spread(median(values), low, high)
+    low, middle, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return Spread(middle, low, high)
 
 
 @dataclass
@@ -104,7 +104,7 @@ def sample(contender: Contender, case: Any, calls: int) -> float:
         for _ in range(calls):
             call()
 
-    return timed(here, batch)[0] / calls
+    return timed(here, batch) / calls
 
 
 def calibrate(contender: Contender, case: Any) -> tuple[int, float]:
@@ -143,7 +143,7 @@ def measure(
             if FEWEST * costs[i] > budget and i:
                 timing.skipped = f"{FEWEST} rounds exceed the budget of {budget:g} s: a call takes {each:.2f} s"
                 del costs[i]
-    share = objects.all_gather_object(case.comm, until - time.monotonic())[0] / len(costs)
+    share = case.comm.bcast(until - time.monotonic()) / len(costs)
     taken = {i: min(rounds, max(FEWEST, int(share / cost))) for i, cost in costs.items()}
     taken[0] = total = max(taken.values())
     warm_up = WARM_UP if total > FEWEST else 0  # if so slow, the two earlier calls must suffice
@@ -157,7 +157,7 @@ def measure(
             if round_ >= 0:
                 timings[i].samples.append(seconds_of and float(f"{seconds_of:.4g}"))
         gc.collect()
-        if round_ + 1 >= FEWEST and objects.all_gather_object(case.comm, time.monotonic() > until + seconds)[0]:
+        if round_ + 1 >= FEWEST and case.comm.bcast(time.monotonic() > until + seconds):
             break
     gc.enable()
     return timings

@@ -118,15 +118,21 @@ def _has_calls(path: Path) -> bool:
         return not head or any(name not in _FRAME for name, *_ in json.loads(head)["calls"])
 
 
+def collectives(rows: Any, by: str) -> tuple[Any, Any]:
+    """Return the order of the rows of collectives, call by call and within each by that column; and where in it each
+    call begins."""
+    order = np.flatnonzero(rows.number > 0)
+    order = order[np.lexsort([rows[key][order] for key in (by, "number", "group")])]
+    return order, np.flatnonzero(np.diff(rows.group[order], prepend=-1) | np.diff(rows.number[order], prepend=-1))
+
+
 def _judge(trace: Trace) -> None:
     """Compare the arrivals of the ranks at each collective, whose rows have the same group and number."""
     present, rows = {header.rank for header in trace.headers}, trace.rows
     members = {int(g): present & {*ranks} for header in trace.headers for g, ranks in header.groups.items()}
     now = max(header.clock[-1][0] for header in trace.headers)
     rows.end[rows.end == _OPEN] = now
-    order = np.flatnonzero(rows.number > 0)
-    order = order[np.lexsort([rows[key][order] for key in ("begin", "number", "group")])]  # call by call, by arrival
-    first = np.flatnonzero(np.diff(rows.group[order], prepend=-1) | np.diff(rows.number[order], prepend=-1))
+    order, first = collectives(rows, "begin")
     count = np.diff(first, append=len(order))
     teams = [members.get(group, present) for group in rows.group[order[first]].tolist()]
     whole = count == [*map(len, teams)]
@@ -232,10 +238,8 @@ def parser() -> Parser:
 def report(trace: Trace, page: Path) -> str:
     """Write a page in HTML that needs no other file; return the same for a terminal, without pictures."""
     world, kinds, present, rows = trace.headers[0].world_size, len(trace.calls), len(trace.headers), trace.rows
-    of_rank, of_call = (
-        partial(np.bincount, rows.rank, minlength=world),
-        partial(np.bincount, rows.call, minlength=kinds),
-    )
+    of_rank = partial(np.bincount, rows.rank, minlength=world)
+    of_call = partial(np.bincount, rows.call, minlength=kinds)
     took, waited, last = (rows.end - rows.begin) / 1e9, rows.waited / 1e9, np.maximum(rows.last, 0)  # -1: no waits
     caused = np.bincount(last * world + rows.rank, waited, world**2).reshape(world, world)
     waits = np.bincount(rows.call * world + last, waited, kinds * world).reshape(kinds, world)
@@ -269,8 +273,7 @@ def report(trace: Trace, page: Path) -> str:
     lines = _lines(trace, caused.sum(1), waits)
     step = -(-world // _CELLS)
     cells = np.add.reduceat(np.add.reduceat(caused, range(0, world, step), 0), range(0, world, step), 1)
-    write_page(page, lines, tables, "squares.html.j2", cells=cells, step=step, world=world)
-    return "\n\n".join(["\n".join(lines), *map(str, tables)])
+    return write_page(page, lines, tables, "squares.html.j2", cells=cells, step=step, world=world)
 
 
 def _lines(trace: Trace, caused: Any, waits: Any) -> list[str]:

@@ -86,7 +86,8 @@ def main(world: World, args: argparse.Namespace) -> int:
         del case
     gpu = accelerator.identity(world.device.index) if world.device.type == accelerator.KIND else None
     share = accelerator.shared_gpu(objects.all_gather_object(world.comm, gpu))
-    objects.run_on_root(world.comm, "tune", lambda: _write(args.output, tuning.merged(before, place, found, samples)))
+    written = json.dumps(tuning.merged(before, place, found, samples), indent=1) + "\n"
+    objects.run_on_root(world.comm, "tune", lambda: write_text(args.output, written))
     if world.rank == 0:
         written = f"written: {args.output}; use it by HPCDIST_TUNE={args.output}"
         if share and "nccl allgatherv" in found:
@@ -146,17 +147,6 @@ def _before(name: str) -> Any:
     """Return the contents of the file, None without a file; a file of another kind is not replaced."""
     check_target(name, 0)
     return read_json(name, tuning.FORMAT) if os.path.exists(name) else None
-
-
-def _write(name: str, contents: dict[str, Any]) -> None:
-    """Write a row a line. The file appears when it is complete."""
-
-    def rows(found: list[Any]) -> str:
-        return "[" + ",".join(f"\n  {json.dumps(row)}" for row in found) + "\n ]"
-
-    rules = ",\n ".join(f'"{operation}": {rows(found)}' for operation, found in contents["rules"].items())
-    head = f'"format": "{contents["format"]}",\n"fingerprint": {json.dumps(contents["fingerprint"])}'
-    write_text(name, f'{{{head},\n"rules": {{\n {rules}\n}},\n"samples": {rows(contents["samples"])}\n}}\n')
 
 
 def _report(place: Place, found: dict[str, list[Rule]], checks: list[_Comparison]) -> str:

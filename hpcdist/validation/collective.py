@@ -200,9 +200,13 @@ def check_out(
     Raises:
         RankError: on every rank, if a rank's `out` does not match its result.
     """
-    wrong = {rank: (what.format(got), expected[rank]) for rank, got in outs.items() if got != expected[rank]}
     objects.raise_problems(
-        verb, {rank: coded("HD208", f"out has {got}, expected {want}") for rank, (got, want) in wrong.items()}
+        verb,
+        {
+            rank: coded("HD208", f"out has {what.format(got)}, expected {expected[rank]}")
+            for rank, got in outs.items()
+            if got != expected[rank]
+        },
     )
     objects.raise_problems(verb, dict.fromkeys(outs, LOSES_GRADIENT) if grad else {})
 
@@ -247,7 +251,8 @@ def _explain(team: Team, call: Call) -> tuple[str, dict[int, str]]:
     if team.foreground is team:  # ranks that disagreed may have made different numbers of calls, and may go on
         team.calls[False] = max(calls)
     if len(set(verbs)) > 1:
-        wrong = _deviations("", [_verb_text(verb) for verb in verbs])
+        left = "called finalize(), or reached the end of its program"
+        wrong = _deviations("", [left if verb == LEAVE else f"called {verb}()" for verb in verbs])
         return verbs[0], {rank: coded("HD301", text) for rank, text in wrong.items()}
     found = {rank: [problem] for rank, problem in enumerate(problems) if problem}
     for name in options[0]:
@@ -273,11 +278,7 @@ def show_shape(shape: Sequence[int]) -> str:
         >>> show_shape((3, -1, 4))
         '(3, *, 4)'
     """
-    return "(" + ", ".join("*" if extent < 0 else str(extent) for extent in shape) + ("," * (len(shape) == 1)) + ")"
-
-
-def _verb_text(verb: str) -> str:
-    return "called finalize(), or reached the end of its program" if verb == LEAVE else f"called {verb}()"
+    return str(tuple(shape)).replace("-1", "*")
 
 
 def _options(team: Team, call: Call) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from hpcdist.tensors.tree import Tree, cut, flatten
 from hpcdist.validation.collective import LOSES_GRADIENT, Call, show_shape
 
 REDUCTIONS = {"sum": "SUM", "mean": "AVG", "min": "MIN", "max": "MAX", "prod": "PRODUCT"}  # what torch calls them
-_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # numpy computes these, in host memory
 LIKE = "a {} tensor of shape {} on {}"
 
 
@@ -163,7 +162,7 @@ def check_reduction(op: Any, team: Team, call: Call) -> None:
         call.dim_arg, call.counts = call.dim, "block" if counts is None else counts
     whole = not (dtype.is_floating_point or dtype.is_complex)
     lacks = (whole and op.op == "mean") or (dtype.is_complex and op.op in ("min", "max"))
-    if lacks or dtype in storage.BARE or (dtype in _UNSIGNED and not rows.is_cpu):
+    if lacks or dtype in storage.BARE or (dtype in storage.UNSIGNED and not rows.is_cpu):
         raise ArgumentError("HD202", f"x has dtype {dtype}, of which there is no {op.op} on {rows.device}: convert it")
     call.grad = _needs_grad(op.x, op.out)
     if call.grad and op.op not in ("sum", "mean"):

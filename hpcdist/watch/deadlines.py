@@ -134,8 +134,7 @@ def guard_end(seconds: float, rank: int) -> None:
         child.returncode = 0  # it is not waited for
 
 
-@contextmanager
-def first_meeting(timeout: object, env_timeout: str | None, size: int, library: str) -> Iterator[None]:
+def first_meeting(timeout: object, env_timeout: str | None, size: int, library: str) -> AbstractContextManager[None]:
     """A context that ends the job if the ranks have not met by the deadline; each can only report itself.
 
     Args:
@@ -149,8 +148,7 @@ def first_meeting(timeout: object, env_timeout: str | None, size: int, library: 
     text = f"{waits}: the {size} ranks have not met, some may not have called it"
     if library.startswith("Open MPI"):  # it believes that an address of two hosts, as of docker0, leads to the other
         text += "; or Open MPI does not reach the other nodes: export OMPI_MCA_btl_tcp_if_include=NETWORK/BITS, theirs"
-    with limited(seconds, text, frame) if size > 1 else nullcontext():
-        yield
+    return limited(seconds, text, frame) if size > 1 else nullcontext()
 
 
 @contextmanager

@@ -95,8 +95,7 @@ def missing(call: CallEntry, peers: Sequence[int], reports: Mapping[int, Report]
         peers: the world's rank of each rank of the team.
     """
     if call.number < 0:
-        peer = -1 - call.number
-        return [] if peer in (ANYBODY, NOBODY) else [peers[peer]]
+        return list(peers[-1 - call.number : -call.number])  # none of ANYBODY and NOBODY, which are beyond all ranks
     return [rank for rank in peers if rank in reports and not _has_come(reports[rank], call)]
 
 

@@ -23,7 +23,7 @@ from hpcdist.activity import callsite
 from hpcdist.tensors import accelerator
 from hpcdist.watch.hang_table import ISSUED
 
-_OURS = ("mpi", "mpi4py")  # backends that record their calls themselves
+OURS = ("mpi", "mpi4py")  # backends that record their calls themselves
 _HOOK = 0x68706364  # identifies this module's hooks among those of a group
 _EARLIER, _PART = 10.0, 0.25  # the deadline in the record is earlier than torch's: by a quarter, 10 seconds at most
 _MESSAGES = ("SEND", "RECV")
@@ -63,7 +63,7 @@ class TorchGroup:
             backends[device.type] = backend.name(), limit
             if limit:
                 activity.expect_limit(limit)
-        if not {name for name, _ in backends.values()} <= {*_OURS}:
+        if not {name for name, _ in backends.values()} <= {*OURS}:
             activity.peers[self.number] = dist.get_process_group_ranks(group)
             weakref.finalize(group, activity.forget, self.number).atexit = False
         return backends
@@ -85,7 +85,7 @@ class TorchGroup:
             return
         device = self._device(args)
         name, limit = self._backends.get(device, ("", None))
-        if not name or name in _OURS:
+        if not name or name in OURS:
             return
         operation = args.name.name
         peer = args.root if operation in _MESSAGES else None

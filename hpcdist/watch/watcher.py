@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -238,13 +238,14 @@ class Watch:
             self._grace = waited - limit + limit / 4  # a large file takes its time: check again later
             return
         text = f"{call.text} has waited for {waited:.1f} s, its deadline is {limit:g} s"
-        self._raise(record.thread, text, [verdict(call, absent, reports, _peers_of), *notes], reports)
+        why = verdict(call, absent, reports, lambda team: activity.peers.get(team, ()))
+        self._raise(record.thread, text, [why, *notes], reports)
 
     def _raise(self, thread: int, text: str, why: list[str], reports: Mapping[int, Report]) -> None:
         """Raise in a thread, with the table, and end the job."""
         self._peers.send_all("raise")
         _note_lost(reports)
-        _show(thread, "\n".join([text, table(reports.values(), time.time()), *why]))
+        _show(thread, "\n".join([text, _table(reports), *why]))
         abort.job(1, _JOIN)
 
     # Collectives on a GPU, of which no record knows whether the GPU has done them.
@@ -274,7 +275,7 @@ class Watch:
                 why = [*notes, verdict(_COLLECTIVE, sorted(behind), reports)]
                 self._raise(os.getpid(), f"a collective on the GPU has waited for {still}", why, reports)
             text = f"rank {self._reporter.rank} has launched no collective, and its GPU was busy, for {still}"
-            _print_table("\n".join([text, table(reports.values(), time.time()), *notes]))
+            _print_table("\n".join([text, _table(reports), *notes]))
         return True
 
     def _launches(self, limit: float) -> tuple[set[int], set[int], list[str], dict[int, Report]]:
@@ -303,8 +304,11 @@ class Watch:
             groups = []
             ranks, source = {("", rank): rank for rank in reports}, f"torch (NCCL's RAS gives no answer: {problem})"
             for name in {name for report in reports.values() for name in report.launched}:
-                counts = {rank: report.launched[name] for rank, report in reports.items() if name in report.launched}
-                launched = {("", rank): Counter({"in all": count}) for rank, count in counts.items()}
+                launched = {
+                    ("", rank): Counter({"in all": report.launched[name]})
+                    for rank, report in reports.items()
+                    if name in report.launched
+                }
                 groups.append(ras.Communicator(launched, []))
         behind, silent, notes = ras.compare(groups, ranks, waiting)
         return behind, silent, [f"by {source}: {note}" for note in notes], reports
@@ -333,7 +337,7 @@ class Watch:
         abort.print_error(with_hint("hpcdist: " + verdict(_NOTHING, list(dead), dead)))
         reports = self._peers.ask_in_turn(ALARM, _HASTE)
         if reports is not None:
-            abort.print_error(table(reports.values(), time.time()))
+            abort.print_error(_table(reports))
         abort.job(1)
 
     def _on_inquiries(self) -> None:
@@ -342,7 +346,7 @@ class Watch:
             reports = self._peers.ask_in_turn(ALARM) or {}
             gone = [rank for rank, report in reports.items() if report.doing in GONE]
             if gone:
-                _print_table(f"{table(reports.values(), time.time())}\n{verdict(_NOTHING, gone, reports)}")
+                _print_table(f"{_table(reports)}\n{verdict(_NOTHING, gone, reports)}")
         finally:
             self._release_inquiries()
 
@@ -365,7 +369,7 @@ class Watch:
             self._demanded = time.monotonic()
             reports = self._peers.ask_in_turn(DEMAND, within=TURNS)
             if reports is not None:
-                _print_table(table(reports.values(), time.time()))
+                _print_table(_table(reports))
         finally:
             self._signalled = False
 
@@ -391,13 +395,13 @@ def _note_lost(reports: Mapping[int, Report]) -> None:
     abort.write_facts()
 
 
-def _peers_of(team: int) -> Sequence[int]:
-    return activity.peers.get(team, ())
-
-
 def _show(thread: int, text: str) -> None:
     frame = procstat.frames().get(thread)
     abort.show(HangError(text), frame and callsite.outside(frame))
+
+
+def _table(reports: Mapping[int, Report]) -> str:
+    return table(reports.values(), time.time())
 
 
 def _print_table(text: str) -> None:

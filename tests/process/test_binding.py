@@ -5,6 +5,7 @@ import os
 import pytest
 from launch import mpirun
 
+from hpcdist.process import machine
 from hpcdist.process.machine import beside, choose, domains
 
 ALL = set(range(8))
@@ -12,7 +13,7 @@ TWO = [{0, 1, 4, 5}, {2, 3, 6, 7}]  # with hardware threads, as Linux numbers th
 NO_GPU = set()
 
 
-def test_what_linux_lists(tmp_path):
+def test_what_linux_lists(tmp_path, monkeypatch):
     """In the order of their numbers, without domains of memory alone."""
     node, pci = "devices/system/node", "bus/pci/devices"
     files = {
@@ -25,10 +26,12 @@ def test_what_linux_lists(tmp_path):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert domains(tmp_path) == [{0, 1, 4}, {6, 7}]
-    assert beside("0000:3b:00", tmp_path) == {6, 7}
-    assert beside("0000:5e:00", tmp_path) == beside("", tmp_path) == set()
-    assert domains(tmp_path / "absent") == []
+    monkeypatch.setattr(machine, "SYS", tmp_path)
+    assert domains() == [{0, 1, 4}, {6, 7}]
+    assert beside("0000:3b:00") == {6, 7}
+    assert beside("0000:5e:00") == beside("") == set()
+    monkeypatch.setattr(machine, "SYS", tmp_path / "absent")
+    assert domains() == []
 
 
 @pytest.mark.parametrize(

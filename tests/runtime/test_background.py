@@ -14,7 +14,6 @@ from collective import refused, several_ranks
 from launch import finished, limit, mpirun
 
 import hpcdist as hd
-from hpcdist.runtime import background as handles
 
 
 @several_ranks
@@ -85,7 +84,7 @@ def test_an_mpi_without_threads(world, monkeypatch):
     """Said at once, and not found out by a crash."""
     from mpi4py import MPI
 
-    monkeypatch.setattr(handles, "thread_level", lambda: MPI.THREAD_SERIALIZED)
+    monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
     for step in (lambda: hd.concat(torch.ones(1), async_op=True), lambda: hd.irecv(), lambda: hd.isend(1, 0)):
         with pytest.raises(hd.HpcdistError, match="MPI_THREAD_MULTIPLE"):
             step()

@@ -13,12 +13,12 @@ from cases import DTYPES, copy_of, extents_of, part, whole_of
 from collective import refused
 from conftest import holds
 from launch import mpirun
+from mpi4py import MPI
 
 import hpcdist as hd
 from hpcdist import staging
 from hpcdist.formats import plain
 from hpcdist.formats.safetensors import SAFETENSORS
-from hpcdist.runtime import background
 from hpcdist.staging.save import flights
 from hpcdist.tensors.storage import bits
 
@@ -200,7 +200,7 @@ def test_a_failure_is_raised_by_wait(suffix, world, size, findings, folder, monk
         findings.same(staging.load(path, "data", dim=None), old.repeat(size), "the old file")
     staging.save(path, new, async_op=True).wait()
     findings.same(staging.load(path, "data", dim=None), new.repeat(size), "a new one")
-    monkeypatch.setattr(background, "thread_level", lambda: 0)
+    monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SINGLE)
     with pytest.raises(hd.HpcdistError, match="MPI_THREAD_MULTIPLE"):
         staging.save(folder / "y.h5", new, async_op=True)
     holds(folder, path.name)

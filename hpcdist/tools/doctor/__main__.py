@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import chain
+from itertools import chain, groupby
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import NoReturn, TextIO
@@ -193,10 +193,8 @@ def report(findings: Sequence[Finding], ranks: Sequence[Facts], as_json: bool, v
     total = f"{count['broken']} broken, {plural(count['warning'], 'warning')}, {count['ok']} ok"
     if not verbose and of["ok"]:
         total += " (--verbose shows details)"
-        names: dict[str, list[str]] = {}
-        for finding in of["ok"]:
-            names.setdefault(finding.section, []).append(finding.name)
-        of["ok"] = [Finding(section, "ok", ", ".join(ok)) for section, ok in names.items()]
+        sections = groupby(of["ok"], lambda finding: finding.section)
+        of["ok"] = [Finding(section, "ok", ", ".join(finding.name for finding in found)) for section, found in sections]
     shown = list(chain.from_iterable(of.values()))
     return "\n".join([*lines(shown, max(len(finding.name) for finding in shown)), total])
 

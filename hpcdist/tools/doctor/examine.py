@@ -91,7 +91,9 @@ def launch(environ: Mapping[str, str]) -> Facts:
 
 def before_mpi(temporary: str) -> Facts:
     """Return the memory that this process can have, its limits (None is unlimited), and the folders that MPI needs."""
-    files, most_files = (_limit(limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+    files, most_files = (
+        None if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
     group, limit = min(machine.groups(), key=lambda found: found[1], default=(None, None))
     return {
         "memory": {
@@ -108,10 +110,6 @@ def before_mpi(temporary: str) -> Facts:
         "shm": _space("/dev/shm"),
         "temporary": try_folder(temporary),
     }
-
-
-def _limit(limit: int) -> int | None:
-    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def software() -> Facts:
@@ -276,7 +274,7 @@ def _start_mpi(facts: Facts) -> Steps[MPI.Intracomm | None]:
     facts["rank"] = comm.rank
     yield "MPI's first messages", TOGETHER
     local = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    facts["node"] = objects.all_gather_object(local, comm.rank)[0]
+    facts["node"] = local.bcast(comm.rank)
     facts["local_rank"] = local.rank
     local.Free()
     return comm
@@ -287,7 +285,7 @@ def _examine_job(comm: MPI.Intracomm, ranks: list[Facts], limit: float) -> Steps
     facts = ranks[0]
     leads = facts["node"] == facts["rank"]
     everyone = yield from _share(comm, ranks)
-    leaders: MPI.Intracomm = comm.Split(0 if leads else 1, comm.rank)  # type: ignore[assignment]
+    leaders: MPI.Intracomm = comm.Split(not leads, comm.rank)  # type: ignore[assignment]
     nodes = len({other["node"] for other in everyone})
     if leads and nodes > 1:
         yield "bandwidth between nodes", TOGETHER
@@ -397,7 +395,7 @@ def _time(here: World, name: str) -> Facts:
     expected = torch.arange(here.world_size, device="cpu").remainder(128).repeat_interleave(_MIB)
     try:
         whole = concat(x, route=name)
-        seconds = [timed(here, lambda: concat(x, route=name, out=whole))[0] for _ in range(_ROUTE_ROUNDS)]
+        seconds = [timed(here, lambda: concat(x, route=name, out=whole)) for _ in range(_ROUTE_ROUNDS)]
     except HpcdistError as error:  # the same on all ranks
         return {"error": str(error)}
     if not torch.equal(whole.cpu(), expected.to(torch.uint8)):

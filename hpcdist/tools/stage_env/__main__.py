@@ -19,9 +19,9 @@ from hpcdist.watch.deadlines import deadline, starting_mpi
 _NAME = "hpcdist stage-env"
 # Where batch systems say which job this is, and which task of an array whose jobs have one number.
 _JOBS = (
-    *("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX", "FLUX_JOB_ID", "COBALT_JOBID", "OAR_JOB_ID", "JOB_ID"),
+    "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX", "FLUX_JOB_ID", "COBALT_JOBID", "OAR_JOB_ID", "JOB_ID",
     "SGE_TASK_ID",
-)
+)  # fmt: skip
 
 
 def parser() -> Parser:

@@ -270,7 +270,7 @@ def stage(comm: MPI.Intracomm, request: Request) -> Staged:
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     leads = node.rank == 0
     node.Free()
-    leaders: MPI.Intracomm = comm.Split(0 if leads else 1, comm.rank)  # type: ignore[assignment]
+    leaders: MPI.Intracomm = comm.Split(not leads, comm.rank)  # type: ignore[assignment]
 
     def work() -> Staged | None:
         try:
