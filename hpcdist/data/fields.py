@@ -78,7 +78,7 @@ def describe_file(path: str, names: Sequence[Name] | None) -> tuple[Contents, li
     Raises:
         FileError: a field is not there, is no row of samples, or has another number of samples than another one.
     """
-    with open_files(lambda: describe(path), lambda sees: [sees()]) as files:
+    with open_files(lambda: describe(path)) as files:
         contents = files.contents
     if names is None:
         names = [(name, None) for name in contents.tensors]

@@ -127,14 +127,13 @@ class FileParts:
 
     Attributes:
         files: their paths.
-        offsets, shapes: the boxes of the parts, a row for each.
-        places: for each part the number of its file, its first byte there, and the length of the archive of torch.save
-            that holds it, 0 for plain bytes.
+        boxes: the box of each part.
+        places: for each part the number of its file, and the first byte and the length of the archive of torch.save
+            there that holds it.
     """
 
     files: list[str]
-    offsets: Ints
-    shapes: Ints
+    boxes: Listed
     places: Ints
 
 
@@ -183,12 +182,6 @@ class Stored(Described):
     def boxes(self) -> Listed:
         """The boxes of its pieces; none if it has no table of them."""
         return boxes_of(self.table, self.shape)
-
-    @cached_property
-    def part_boxes(self) -> Listed:
-        """The boxes of its parts."""
-        assert self.parts is not None
-        return Listed(self.parts.offsets, self.parts.shapes, self.shape)
 
 
 @dataclass(frozen=True)

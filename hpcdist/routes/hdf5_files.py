@@ -22,7 +22,7 @@ from hpcdist.errors import FileError, reason
 from hpcdist.formats import plain
 from hpcdist.formats.contents import Dataset
 from hpcdist.formats.hdf5 import HDF5
-from hpcdist.formats.paths import check_folder, lock, patiently, sweep
+from hpcdist.formats.paths import check_folder, check_shared, lock, sweep
 from hpcdist.formats.plain import page_size
 from hpcdist.process import abort
 from hpcdist.routes.route import Ints, Message, Method, Route, Vector, cut
@@ -72,7 +72,7 @@ class StagingPlace(NamedTuple):
 
     path: str
     token_at: int
-    token: str
+    token: bytes
     starts: list[int]
 
 
@@ -86,17 +86,14 @@ def check_visible(place: StagingPlace) -> None:
     def unseen() -> str | None:
         try:
             with open(place.path, "rb") as file:
-                file.seek(place.token_at)
-                return None if file.read(16).hex() == place.token else "another file by that name on this rank"
+                seen = os.pread(file.fileno(), len(place.token), place.token_at)
+                return None if seen == place.token else "another file by that name on this rank"
         except FileNotFoundError:
             return "not seen by this rank"
         except OSError as error:
             return f"cannot be read by this rank ({reason(error)})"
 
-    if (problem := patiently(unseen)) is not None:
-        raise FileError("HD413", f"{place.path}: {problem}: the folder is not shared by all nodes")
-    if not os.access(place.path, os.R_OK | os.W_OK):
-        raise FileError("HD410", f"{place.path}: cannot be written by this rank")
+    check_shared(place.path, unseen)
 
 
 class _File:
@@ -195,13 +192,11 @@ def _create(folder: str, lengths: Ints, cleanup: ExitStack) -> StagingPlace:
         page = page_size(Path(folder))
         padded = [-(-n // page) * page for n in lengths]
         dataset = Dataset("messages", (sum(padded) + 2 * page,), torch.uint8)
-        first = -(-(HDF5.create(Path(path), [dataset], {}).data[0] or 0) // page) * page
-        place = StagingPlace(
-            path, first, os.urandom(16).hex(), [first + page + start for start in layout.displs(padded)]
-        )
+        first = -(-HDF5.create(Path(path), [dataset], {}).data[0] // page) * page
+        place = StagingPlace(path, first, os.urandom(16), [first + page + start for start in layout.displs(padded)])
         with open(path, "r+b") as file:  # a client of a shared file system sends what it has when it closes
             file.seek(first)
-            file.write(bytes.fromhex(place.token))
+            file.write(place.token)
         return place
     except OSError as error:
         raise FileError("HD410", f"{folder}: a staging file cannot be created: {reason(error)}") from error

@@ -194,7 +194,7 @@ class HDF5Reader(_OneFile, StorageReader):
         planned = self._contents
         assert planned is not None
         find = lambda: planned if files in (None, planned.files) else replace(describe(self._path), files=files)  # noqa: E731
-        opened = open_files(find, lambda sees: [sees()])
+        opened = open_files(find)
         if _specs(opened.contents) != _specs(planned):
             opened.close()
             raise FileError("HD413", f"{self._path}: was another file when this rank planned what it reads")
@@ -203,7 +203,7 @@ class HDF5Reader(_OneFile, StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's items, tensors in the order of the file."""
         tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
-        with self._open(getattr(plan, "storage_data", None)) as files:
+        with self._open(plan.storage_data) as files:
             contents = files.contents
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import errno
 import os
-import struct
 import tempfile
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,11 +20,11 @@ import numpy as np
 from hpcdist import layout
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
-from hpcdist.errors import FileError, refusal
+from hpcdist.errors import refusal
 from hpcdist.formats import plain
 from hpcdist.formats.contents import Dataset, FileMap
 from hpcdist.formats.known import format_of
-from hpcdist.formats.paths import patiently
+from hpcdist.formats.paths import check_shared
 from hpcdist.layout import Box
 from hpcdist.layout.box import Ints
 
@@ -37,7 +37,6 @@ _LONGEST = 200  # bytes of a path that Open MPI's MPI-IO can use, with the suffi
 _STEP = 2**22  # bytes that mpio writes at a time; a call costs more there than a system call
 ROUND = 2**20  # bytes of edges that a rank sends at a time
 _SHARE = 16  # consecutive pages that belong to one rank
-_HEAD = struct.Struct("qq")  # of a run of edges: its position and its bytes
 
 
 def missing() -> str | None:
@@ -153,16 +152,16 @@ class Edges:
 
         runs, problem, more = self._runs(), None, True
         while more:
-            sends, size = [bytearray() for _ in range(team.size)], 0
+            sends, size = [list[tuple[int, bytes]]() for _ in range(team.size)], 0
             for place, run in runs:
-                sends[owner(place)] += _HEAD.pack(place, len(run)) + run
+                sends[owner(place)].append((place, run))
                 size += len(run)
                 if size >= ROUND:
                     break
-            arrived = _exchanged(team.comm, sends)
+            arrived = chain.from_iterable(team.comm.alltoall(sends))
             more = not objects.everywhere(team.comm, size < ROUND)
             try:
-                for place, data in arrived:
+                for place, data in _joined(arrived):
                     write(place, memoryview(data))
             except Exception as error:  # reported when no rank waits for this one
                 problem = problem or error
@@ -175,25 +174,14 @@ class Edges:
         self._rows = []
 
 
-def _exchanged(comm: MPI.Comm, sends: Sequence[bytearray]) -> list[tuple[int, bytearray]]:
-    """Send runs to each rank; return those that arrive, in the order of the file, adjacent ones joined. Collective."""
-    from mpi4py import MPI
-
-    counts = np.array(list(map(len, sends)))
-    arriving = np.empty_like(counts)
-    comm.Alltoall(counts, arriving)
-    got, at, runs = bytearray(int(arriving.sum())), 0, list[tuple[int, bytearray]]()
-    comm.Alltoallv([b"".join(sends), counts.tolist(), MPI.BYTE], [got, arriving.tolist(), MPI.BYTE])
-    while at < len(got):
-        place, nbytes = _HEAD.unpack_from(got, at)
-        at += _HEAD.size + nbytes
-        runs.append((place, got[at - nbytes : at]))
+def _joined(runs: Iterable[tuple[int, bytes]]) -> list[tuple[int, bytearray]]:
+    """Return runs in the order of the file, adjacent ones joined."""
     joined = list[tuple[int, bytearray]]()
     for place, run in sorted(runs):
         if joined and joined[-1][0] + len(joined[-1][1]) == place:
             joined[-1][1].extend(run)
         else:
-            joined.append((place, run))
+            joined.append((place, bytearray(run)))
     return joined
 
 
@@ -211,17 +199,9 @@ class PartFile:
         self.checksums = format_of(name).checksums
 
     def see(self) -> None:
-        """Check that this rank sees the file, which another one has laid out. Caches of names may be some seconds out
-        of date.
-
-        Raises:
-            FileError: it does not, or it may not write there.
-        """
+        """Check that this rank sees the file, which another one has laid out: see check_shared()."""
         path = self.map.path
-        if patiently(lambda: None if os.path.exists(path) else "unseen") is not None:
-            raise FileError("HD413", f"{path}: not seen by this rank: the folder is not shared by all nodes")
-        if not os.access(path, os.R_OK | os.W_OK):
-            raise FileError("HD410", f"{path}: cannot be written by this rank")
+        check_shared(path, lambda: None if os.path.exists(path) else "not seen by this rank")
 
     def open(self) -> None:
         """Open the file, which this rank must see."""

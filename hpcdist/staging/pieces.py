@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist import layout
+from hpcdist import activity, layout
 from hpcdist.comm.team import Team
+from hpcdist.errors import reason, refusal
 from hpcdist.layout import Box
 from hpcdist.layout.box import BoxSequence, Copies, Ints, Listed, Shards, grid, summed
 from hpcdist.process import abort
@@ -52,6 +53,17 @@ def check_pieces(shape: Sequence[int], itemsize: int, limit: int) -> None:
             "HD419",
             f"has {size:,} bytes, in more than {MOST_PIECES:,} pieces of {limit * itemsize:,}: window is too small",
         )
+
+
+def report(progress: Callable[[int], None] | None, nbytes: int) -> None:
+    """Report so many bytes to the caller's `progress`; a ValueError if that fails."""
+    activity.touch()
+    if progress is not None:
+        try:
+            progress(nbytes)
+        except Exception as error:
+            what = f"progress raised {type(error).__name__}: {reason(error)}"
+            raise refusal(ValueError, "HD309", what) from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,8 +180,7 @@ def plan_save(
             extent = int(total[i, 0]) + int(total[i, 1]) * _HALF if along is None else sum(along.tolist())
             whole = (*shape[:dim], extent, *shape[dim + 1 :])
         check_shape(whole, dtype.itemsize)
-        alone = along is not None and np.count_nonzero(along) < 2  # one rank has all
-        if along is not None and dim is not None and not alone:
+        if along is not None and dim is not None and np.count_nonzero(along) > 1:
             limit = max(1, min(limits[i], min(ROUND, window // team.size) // dtype.itemsize))
             check_pieces(whole, dtype.itemsize, limit)
             boxes = grid(whole, limit)
@@ -182,7 +193,7 @@ def plan_save(
         if dim is None:
             rows = layout.block_range(len(boxes), team.size, team.rank)
             first, count = rows.start, len(boxes)
-        elif alone:
+        elif along is not None:  # one rank has all
             count = len(grid(whole, limits[i]))
         else:
             origin[dim] = int(before[i, 0]) + int(before[i, 1]) * _HALF

@@ -120,7 +120,7 @@ class ReadFile:
 
     def __init__(self, path: str, window: int) -> None:
         self._window = window
-        self._files = open_files(lambda: describe(path), lambda sees: [sees()])
+        self._files = open_files(lambda: describe(path))
         self._contents, self._open = self._files.contents, True
         self.names = list(self._contents.tensors)
         self.left_out = self._contents.external | self._contents.left_out
