@@ -19,7 +19,7 @@ from hpcdist.comm.team import Team
 from hpcdist.errors import HpcdistError, coded
 from hpcdist.process import abort
 from hpcdist.routes import select
-from hpcdist.routes.route import Alltoall, Route, Vector
+from hpcdist.routes.route import Alltoall, Route, Step, Vector
 from hpcdist.runtime import background
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.eager import recorded
@@ -203,9 +203,7 @@ class Plannable(Operation):
         """Return the route of the data. Collective, after plan(); raises the same on all ranks."""
         return select.agreed(self.name, self.route, team, self.agreed.kinds)
 
-    def carry(
-        self, team: Team, send: Tensor | None, recv: Tensor | None, *meanwhile: Callable[[], object], step: int = 0
-    ) -> None:
+    def carry(self, team: Team, send: Tensor | None, recv: Tensor | None, *meanwhile: Step, step: int = 0) -> None:
         """Carry out one of `messages` by the route, which a repeated call does not choose again. Collective."""
         if self.transfers is None:
             route = self.chosen(team)

@@ -17,7 +17,7 @@ from hpcdist.control import objects
 from hpcdist.control.codec import classes_in, same_class
 from hpcdist.errors import RankError, coded
 from hpcdist.routes import select
-from hpcdist.routes.route import Message, Route, Vector
+from hpcdist.routes.route import Route, Vector
 from hpcdist.tensors import pool
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.blocks import Blocks, blocks
@@ -133,10 +133,9 @@ class JoinStructures(Joining):
             every = [recvs.get(rank, nothing) for rank in range(team.size)]
             if not self.rooted and route.allgather(team, mine, every):
                 continue
-            # The ranks after this one first, so that not all ranks send to the same one first.
-            dests = sorted(self._receivers, key=lambda dest: (dest < me, dest)) if me in now else []
+            sends = [(dest, mine) for dest in self._receivers] if me in now else []
             longest = max(headers[rank].nbytes[number] for rank, number in now.items())
-            _move(team, route, [(dest, mine) for dest in dests], recvs, longest)
+            route.exchange(team, sends, recvs.items(), longest)
 
     def finish(self, buffers: list[Buffers] | None) -> Any:
         """Merge the received structures. No other rank waits for this one any more, if a pickle fails to load."""
@@ -196,15 +195,6 @@ def _routes(verb: str, team: Team, name: str, kinds: tuple[int, ...], used: set[
     return {on_gpu: select.agreed(verb, name, team, kinds if on_gpu else on_host) for on_gpu in sorted(used)}
 
 
-def _move(team: Team, route: Route, sends: list[Message], recvs: Buffers, longest: int) -> None:
-    """Send contiguous or, to this rank itself, any tensors, and receive one from each rank in `recvs`."""
-    me, recvs = team.rank, dict(recvs)
-    for _, mine in [message for message in sends if message[0] == me]:
-        copyable(recvs.pop(me)).copy_(copyable(mine))
-    out = [(dest, as_bytes(row_major(x))) for dest, x in sends if dest != me]
-    route.exchange(team, out, [(source, as_bytes(x)) for source, x in recvs.items()], longest)
-
-
 class Distribution:
     """The distribution of a structure that the root of split has cut. Collective.
 
@@ -244,13 +234,14 @@ class Distribution:
         for on_gpu, route in self._routes.items():
             for round_, longest in enumerate(self._longest[on_gpu]):  # in which each rank receives one tensor
                 now = slice(round_, round_ + 1)
-                sends = [
-                    (dest, tree.tensors[i])
-                    for dest, (tree, held) in enumerate(zip(call.trees, self._contents, strict=True))
-                    for i in held.large_of(on_gpu)[now]
-                ]
-                recvs = {call.root: buffers[i] for i in header.large_of(on_gpu)[now]}  # noqa: B035
-                _move(team, route, sends, recvs, longest)
+                sends, recvs = [], [(call.root, as_bytes(buffers[i])) for i in header.large_of(on_gpu)[now]]
+                for dest, (tree, held) in enumerate(zip(call.trees, self._contents, strict=True)):
+                    for i in held.large_of(on_gpu)[now]:
+                        if dest == team.rank:
+                            copyable(buffers[i]).copy_(copyable(tree.tensors[i]))
+                        else:
+                            sends.append((dest, as_bytes(row_major(tree.tensors[i]))))
+                route.exchange(team, sends, recvs, longest)
         return header, buffers
 
     def finish(self, received: tuple[MessageHeader, Buffers]) -> Any:

@@ -283,7 +283,7 @@ class _Files:
         """Return a segment that all ranks have read; then begin to read the next one. Collective, in order."""
         if order is not self._order:  # another epoch: its first segment
             self._worker.stop()  # what the one before was reading
-            objects.run_on_all(team.comm, VERB, lambda: None)
+            team.comm.Barrier()
             self._order, self._segments = order, {}
         if number + 1 not in self._segments:
             self._begin(team, number)

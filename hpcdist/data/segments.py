@@ -55,12 +55,11 @@ class Segment:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_memory": []}  # which is shared
 
-    def attach(self, memory: Tensor) -> Segment:
+    def attach(self, memory: Tensor) -> None:
         """Take the node's memory, flat bytes, from which its samples are taken."""
         self._memory = [
             memory[a:b].view(-1, field.row) for field, (a, b, _) in zip(self._fields, self._places, strict=True)
         ]
-        return self
 
     def read(self, memory: Tensor, verify: bool | None, progress: Progress = None) -> None:
         """Read this rank's blocks into the node's memory.

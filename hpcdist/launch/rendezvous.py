@@ -7,9 +7,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
@@ -67,7 +67,11 @@ def meet(comm: MPI.Intracomm, nodes: int) -> Meeting:
         return listener[0].getsockname()[1], addresses, secrets.token_hex()
 
     port, addresses, token = objects.run_on_root(comm, "init", serve)
-    with _answering(listener, token), ThreadPoolExecutor(max(1, len(addresses))) as threads:
+    with ThreadPoolExecutor(len(addresses) + 1) as threads, ExitStack() as over:
+        if listener:
+            done = threading.Event()
+            over.callback(done.set)
+            threads.submit(_answer, listener[0], token, done)
         for seconds in _CONNECT_SECONDS:
             ask = partial(_local_address, port=port, token=token, seconds=seconds)
             reached = list(threads.map(ask, addresses))
@@ -272,32 +276,18 @@ def socket_problem(environ: Mapping[str, str], host: str, there: Iterable[str]) 
     return f"{host} has no such interface with an address, only {', '.join(there) or 'none'}"
 
 
-@contextmanager
-def _answering(listener: list[socket.socket], token: str) -> Iterator[None]:
-    """A context in which rank 0 sends `token` to whoever connects, and at whose end it closes its listener.
+def _answer(listener: socket.socket, token: str, over: threading.Event) -> None:
+    """Send `token` to whoever connects to rank 0, until it is over; then close the listener.
 
     An address that several hosts have, such as that of docker0, may lead elsewhere.
     """
-    over = threading.Event()
-
-    def answer(server: socket.socket) -> None:
-        server.settimeout(0.01)
-        with server:
-            while not over.is_set():
-                with suppress(OSError):  # there is no connection, or it was closed again
-                    connection, _ = server.accept()
-                    with connection:
-                        connection.sendall(token.encode())
-
-    threads = [threading.Thread(target=answer, args=(server,), daemon=True) for server in listener]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join()
+    listener.settimeout(0.01)
+    with listener:
+        while not over.is_set():
+            with suppress(OSError):  # there is no connection, or it was closed again
+                connection, _ = listener.accept()
+                with connection:
+                    connection.sendall(token.encode())
 
 
 def _local_address(address: str, port: int, token: str, seconds: float) -> str | None:

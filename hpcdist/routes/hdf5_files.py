@@ -25,7 +25,7 @@ from hpcdist.formats.hdf5 import HDF5
 from hpcdist.formats.paths import check_folder, check_shared, lock, sweep
 from hpcdist.formats.plain import page_size
 from hpcdist.process import abort
-from hpcdist.routes.route import Ints, Message, Method, Route, Vector, cut
+from hpcdist.routes.route import Ints, Message, Method, Route, Step, Vector, cut
 from hpcdist.tensors.storage import as_bytes
 
 if TYPE_CHECKING:
@@ -46,9 +46,7 @@ class _Hdf5(Route):
             file.write([(file.starts[team.rank], as_bytes(send))])
             file.read(list(zip(file.starts, cut(recv, what.counts, what.displs), strict=True)))
 
-    def start(
-        self, team: Team, sends: list[Message], recvs: list[Message], longest: int
-    ) -> Sequence[Callable[[], object]]:
+    def start(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> Sequence[Step]:
         # In the file: the messages of rank 0, then those of rank 1, ...
         table: list[list[tuple[int, int]]] = objects.all_gather_object(
             team.comm, [(dest, block.numel()) for dest, block in sends]
