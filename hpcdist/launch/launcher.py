@@ -214,11 +214,6 @@ def on_node(environ: Mapping[str, str]) -> tuple[int | None, int | None]:
     return _number(environ, launched[0].local_rank), _number(environ, launched[0].local_size)
 
 
-def has_rank(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher of MPI's has a rank for this process."""
-    return any(_number(environ, launcher.rank) is not None for launcher in _present(environ) if launcher.mpi)
-
-
 def _forgotten(head: str, allocated: str, launcher: Launcher, library: str) -> str:
     start = launcher.single.removesuffix(" -n 1")
     return (

@@ -100,23 +100,28 @@ def open_store(comm: MPI.Intracomm, meeting: Meeting, timeout: timedelta) -> Sto
     """
     if meeting.shares_files:
         return _file_store(objects.open_on_root(comm), timeout)
-    stores: list[Store] = []
+    stores: list[TCPStore] = []
 
     def serve() -> int:
-        listener = socket.create_server((meeting.host, 0), backlog=max(128, comm.size))
-        port: int = listener.getsockname()[1]
-        # torch takes the bound socket over; it would itself bind every interface, loopback asked for or not.
-        fd = listener.detach()
-        stores.append(
-            TCPStore(meeting.host, port, comm.size, True, timeout, wait_for_workers=False, master_listen_fd=fd)
-        )
-        return port
+        stores.append(served(meeting.host, comm.size, timeout))
+        return stores[0].port
 
     port = objects.run_on_root(comm, "init", serve)
     if stores:
         return stores[0]
     connect = partial(TCPStore, meeting.host, port, comm.size, False, timeout, wait_for_workers=False)
     return connect() if accelerator.count() else LateStore(connect)
+
+
+def served(host: str, size: int, timeout: timedelta, multi_tenant: bool = False) -> TCPStore:
+    """Open a store that listens on this host, at a port that the kernel picks."""
+    listener = socket.create_server((host, 0), backlog=max(128, size))
+    port = listener.getsockname()[1]
+    return TCPStore(
+        *(host, port, size, True, timeout),
+        # torch takes the bound socket over; it would itself bind every interface, loopback asked for or not.
+        wait_for_workers=False, multi_tenant=multi_tenant, master_listen_fd=listener.detach(),
+    )  # fmt: skip
 
 
 def variables(comm: MPI.Intracomm, meeting: Meeting) -> dict[str, str]:
