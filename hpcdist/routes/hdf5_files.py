@@ -43,8 +43,8 @@ class _Hdf5(Route):
 
     def allgatherv_sends(self, team: Team, what: Vector, send: Tensor, recv: Tensor) -> None:
         with _staged(team, what.counts) as file:
-            file.write([(file.starts[team.rank], as_bytes(send))])
-            file.read(list(zip(file.starts, cut(recv, what.counts, what.displs), strict=True)))
+            file.each(plain.write_at, [(file.starts[team.rank], as_bytes(send))])
+            file.each(plain.read_at, list(zip(file.starts, cut(recv, what.counts, what.displs), strict=True)))
 
     def start(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> Sequence[Step]:
         # In the file: the messages of rank 0, then those of rank 1, ...
@@ -55,8 +55,8 @@ class _Hdf5(Route):
         if messages:
             with _staged(team, [nbytes for _, _, nbytes in messages]) as file:
                 starts = {(source, dest): start for (source, dest, _), start in zip(messages, file.starts, strict=True)}
-                file.write([(starts[team.rank, dest], block) for dest, block in sends])
-                file.read([(starts[source, team.rank], block) for source, block in recvs])
+                file.each(plain.write_at, [(starts[team.rank, dest], block) for dest, block in sends])
+                file.each(plain.read_at, [(starts[source, team.rank], block) for source, block in recvs])
         return ()
 
 
@@ -126,23 +126,15 @@ class _File:
             os.close(self.fd)
             self.fd = None
 
-    def write(self, messages: list[tuple[int, Tensor]]) -> None:
-        """Write (offset, bytes) on every rank. Collective."""
-        self._each(messages, os.O_WRONLY, plain.write_at)
+    def each(self, step: Callable[[int, int, memoryview], None], messages: list[tuple[int, Tensor]]) -> None:
+        """Write (offset, bytes) on every rank, or read into them, by `step`. Collective."""
 
-    def read(self, messages: list[tuple[int, Tensor]]) -> None:
-        """Read the messages on every rank from their offsets. Collective."""
-        self._each(messages, os.O_RDONLY, plain.read_at)
-
-    def _each(
-        self, messages: list[tuple[int, Tensor]], flags: int, step: Callable[[int, int, memoryview], None]
-    ) -> None:
         def run() -> None:
-            fd = os.open(self._place.path, flags | os.O_CLOEXEC) if self.fd is None else self.fd
+            fd = os.open(self._place.path, os.O_RDWR | os.O_CLOEXEC) if self.fd is None else self.fd
             try:
                 for offset, message in messages:
                     step(fd, offset, plain.memory(message))
-                if self.fd is None and flags == os.O_WRONLY:
+                if self.fd is None:
                     os.fsync(fd)
             finally:
                 if self.fd is None:
