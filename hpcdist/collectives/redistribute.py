@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from hpcdist.validation import collective, local as checks
 from hpcdist.validation.collective import Agreed, Call
 
 if TYPE_CHECKING:
-    from hpcdist.comm.team import GroupLike
+    from hpcdist.comm.team import GroupLike, OutOptions
     from hpcdist.runtime.background import Handle
 
 _LAYOUTS = frozenset({layouts.Split, layouts.Block, layouts.Replicate, layouts.Boxes})  # which cannot change
@@ -37,12 +37,10 @@ Shape = tuple[int, ...]
 # fmt: off
 @overload
 def redistribute(x: Tensor, src: Layout, dst: Layout, *,
-                 group: GroupLike | None = None, route: str = "auto", out: Tensor | None = None,
-                 async_op: Literal[False] = False) -> Tensor: ...
+                 async_op: Literal[False] = False, **options: Unpack[OutOptions]) -> Tensor: ...
 @overload
 def redistribute(x: Tensor, src: Layout, dst: Layout, *,
-                 group: GroupLike | None = None, route: str = "auto", out: Tensor | None = None,
-                 async_op: Literal[True]) -> Handle[Tensor]: ...
+                 async_op: Literal[True], **options: Unpack[OutOptions]) -> Handle[Tensor]: ...
 # fmt: on
 def redistribute(
     x: Tensor,

@@ -17,7 +17,7 @@ from datetime import timedelta
 from functools import cached_property
 from hashlib import blake2b
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,22 @@ if TYPE_CHECKING:
 
     S = TypeVarWithDefault("S", Tensor, list[Any], tuple[Any, ...], dict[Any, Any], default=Tensor)
     """A tensor or structure: the result is of the same kind as the argument; a tensor, if that is None."""
+
+    class Options(TypedDict, total=False):
+        """Keywords of verbs, for the overloads of their signatures."""
+
+        group: GroupLike | None
+        route: str
+
+    class OutOptions(Options, total=False):
+        out: Tensor | None
+
+    class StructureOptions(OutOptions, total=False):
+        allow_pickle: bool
+
+    class SharedOptions(StructureOptions, total=False):
+        shared: bool
+
 
 WORLD = 0  # the key of the group of all ranks
 HEADER = 64  # bytes of a rank's header: see hpcdist/validation/collective.py

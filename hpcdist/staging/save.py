@@ -9,7 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from importlib import import_module
 from operator import index
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -44,6 +44,16 @@ from hpcdist.validation.local import ArgumentError
 if TYPE_CHECKING:
     from hpcdist.comm.team import GroupLike
 
+    class _Options(TypedDict, total=False):
+        attrs: Mapping[str, Mapping[str, Any]] | None
+        window: int
+        writer: str
+        resume: bool
+        max_shard_size: int | str | None
+        progress: Callable[[int], None] | None
+        buffer: int | None
+        group: GroupLike | None
+
 
 VERB = "staging.save"
 
@@ -57,14 +67,7 @@ def save(
     dim: int | Mapping[str, int | None] | None = 0,
     *,
     async_op: Literal[False] = False,
-    attrs: Mapping[str, Mapping[str, Any]] | None = None,
-    window: int = WINDOW,
-    writer: str = "auto",
-    resume: bool = False,
-    max_shard_size: int | str | None = None,
-    progress: Callable[[int], None] | None = None,
-    buffer: int | None = None,
-    group: GroupLike | None = None,
+    **options: Unpack[_Options],
 ) -> None: ...
 @overload
 def save(
@@ -73,14 +76,7 @@ def save(
     dim: int | Mapping[str, int | None] | None = 0,
     *,
     async_op: Literal[True],
-    attrs: Mapping[str, Mapping[str, Any]] | None = None,
-    window: int = WINDOW,
-    writer: str = "auto",
-    resume: bool = False,
-    max_shard_size: int | str | None = None,
-    progress: Callable[[int], None] | None = None,
-    buffer: int | None = None,
-    group: GroupLike | None = None,
+    **options: Unpack[_Options],
 ) -> Handle[None]: ...
 def save(
     path: str | os.PathLike[str],
