@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from hpcdist.runtime.background import Handle
 
 _LAYOUTS = frozenset({layouts.Split, layouts.Block, layouts.Replicate, layouts.Boxes})  # which cannot change
-Shape = tuple[int, ...]
 
 
 # fmt: off
@@ -224,7 +223,7 @@ class Moves:
     """
 
     def __init__(
-        self, src: Layout, dst: Layout, shapes: Sequence[Shape], rank: int, size: int, dtype: torch.dtype
+        self, src: Layout, dst: Layout, shapes: Sequence[tuple[int, ...]], rank: int, size: int, dtype: torch.dtype
     ) -> None:
         name = "src"
         try:

@@ -62,7 +62,7 @@ class Topology:
         for rank, node in enumerate(node_of):
             nodes.setdefault(node, []).append(rank)
         self.nodes = list(nodes.values())
-        self.node = next(index for index, ranks in enumerate(self.nodes) if comm.rank in ranks)
+        self.node = list(nodes).index(node_of[comm.rank])
         self.local_rank = self.nodes[self.node].index(comm.rank)
         self.comm = comm if len(self.nodes) == 1 else comm.Split(self.node, comm.rank)
 
@@ -220,9 +220,9 @@ class Windows:
         self._serials = self._in_use = memoryview(b"")
         self._made = 0
         self._lock = threading.Lock()  # the thread that sweeps drops windows, too
-        self.problem = self.reason = None if hasattr(os, "memfd_create") else "this system has no memfd_create"
-        if self.problem is None:
-            self._open_control()
+        self.problem: str | None = None
+        self.reason: str | None = None
+        self._open_control()
         _existing.add(self)
         pool.add(self)
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from hpcdist.comm.team import Team
-from hpcdist.data.fields import Column, Field, Progress
+from hpcdist.data.fields import Column, Field
 from hpcdist.layout.box import Ints, summed
 from hpcdist.process import abort
+from hpcdist.staging.pieces import Progress
 
 ALIGNMENT = 64  # bytes: of a field's rows in memory
 

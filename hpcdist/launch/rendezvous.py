@@ -75,10 +75,7 @@ def meet(comm: MPI.Intracomm, nodes: int) -> Meeting:
         for seconds in _CONNECT_SECONDS:
             ask = partial(_local_address, port=port, token=token, seconds=seconds)
             reached = list(threads.map(ask, addresses))
-            everywhere = [
-                all(rank)
-                for rank in zip(*objects.all_gather_object(comm, [r is not None for r in reached]), strict=True)
-            ]
+            everywhere = list(map(all, zip(*objects.all_gather_object(comm, reached), strict=True)))
             if any(everywhere):
                 break
     if not any(everywhere):
@@ -261,10 +258,9 @@ def _addresses() -> list[str]:
 
 def interfaces() -> dict[str, str]:
     """Return the IPv4 address of each network interface that has one."""
-    by_name = psutil.net_if_addrs()
     return {
         name: address.address
-        for name, addresses in by_name.items()
+        for name, addresses in psutil.net_if_addrs().items()
         for address in reversed(addresses)  # the first one counts
         if address.family == socket.AF_INET
     }

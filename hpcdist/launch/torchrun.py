@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpcdist.control import objects
-from hpcdist.errors import coded
+from hpcdist.errors import LaunchError
 from hpcdist.launch import launcher
 from hpcdist.launch.rendezvous import Nodes, served
 from hpcdist.tensors import accelerator
@@ -92,9 +92,13 @@ def give(
         claimed = {**place, **own, **kept}
         wrong = {name: f"MPI says {value}" for name, value in place.items() if claimed[name] != value}
         wrong |= {name: f"rank 0 has {value or 'none'}" for name, value in first.items() if claimed[name] != value}
-        text = ", ".join(f"{name}={claimed[name]}, but {value}" for name, value in wrong.items())
-        texts = objects.all_gather_object(comm, text and coded("HD106", f"{text}: unset {' '.join(wrong)}"))
-        objects.raise_problems("run", {rank: text for rank, text in enumerate(texts) if text})
+
+        def check() -> None:
+            if wrong:
+                text = ", ".join(f"{name}={claimed[name]}, but {value}" for name, value in wrong.items())
+                raise LaunchError("HD106", f"{text}: unset {' '.join(wrong)}")
+
+        objects.run_on_all(comm, "run", check)
         if _THREADS in values.keys() - kept.keys():
             torch.set_num_threads(1)
     wanted = {**values, **kept, **launcher.GIVEN}

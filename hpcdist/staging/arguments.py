@@ -150,7 +150,7 @@ def flatten(tensors: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def nest(flat: Mapping[str, Any], prefix: str = "") -> Any:
+def nest(flat: Mapping[str, Any], prefix: str) -> Any:
     """The nested dict of these paths, without `prefix`; the tensor itself, if its name is `prefix`.
 
     Raises:

@@ -60,7 +60,7 @@ from hpcdist.formats.hdf5 import table_of
 from hpcdist.formats.known import describe
 from hpcdist.formats.paths import sync
 from hpcdist.layout import Box
-from hpcdist.layout.box import Ints, Listed
+from hpcdist.layout.box import Ints, Listed, Shape
 from hpcdist.runtime.background import join_uploads
 from hpcdist.staging.arguments import flatten, hdf5_path, positive, shape_and_dtype
 from hpcdist.staging.drivers import PartFile
@@ -481,7 +481,7 @@ def plan_file(plans: Sequence[SavePlan], window: int) -> tuple[list[Dataset], li
     Raises:
         ValueError: a name that a file cannot have; or shards that do not agree, overlap, or leave something out.
     """
-    specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    specs: dict[str, tuple[Shape, torch.dtype]] = {}
     pieces: dict[str, list[Box]] = {}
     items: list[tuple[int, MetadataIndex, int, int]] = []
     for rank, plan in enumerate(plans):

@@ -16,7 +16,7 @@ from hpcdist import activity, layout
 from hpcdist.comm.team import Team
 from hpcdist.errors import reason, refusal
 from hpcdist.layout import Box
-from hpcdist.layout.box import BoxSequence, Copies, Ints, Listed, Shards, grid, summed
+from hpcdist.layout.box import BoxSequence, Copies, Ints, Listed, Shape, Shards, grid, summed
 from hpcdist.process import abort
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import Scratch, as_bytes, bits
@@ -25,6 +25,8 @@ from hpcdist.validation.local import ArgumentError
 ROUND = 2**24  # bytes of a piece that ranks collect: its memory is soon reused
 PIECE = 2**26  # bytes of a piece at most: the unit of writing, of checksums, and of resuming
 
+Progress = Callable[[int], None] | None
+"""Called with the number of bytes that have just been read or written."""
 _Views = list[tuple[int, Tensor]]  # by rank
 _MOST_BYTES = 2**63 - 1  # of a file
 _MOST_DIMS = 32  # of HDF5
@@ -55,7 +57,7 @@ def check_pieces(shape: Sequence[int], itemsize: int, limit: int) -> None:
         )
 
 
-def report(progress: Callable[[int], None] | None, nbytes: int) -> None:
+def report(progress: Progress, nbytes: int) -> None:
     """Report so many bytes to the caller's `progress`; a ValueError if that fails."""
     activity.touch()
     if progress is not None:
@@ -144,8 +146,8 @@ class PiecePlan:
 
 
 def plan_save(
-    team: Team, shards: Sequence[tuple[tuple[int, ...], torch.dtype, int | None]], window: int
-) -> Iterator[tuple[tuple[int, ...], OwnPieces | PiecePlan]]:
+    team: Team, shards: Sequence[tuple[Shape, torch.dtype, int | None]], window: int
+) -> Iterator[tuple[Shape, OwnPieces | PiecePlan]]:
     """Plan how the ranks write tensors: yield the shape of each whole, and the plan. Collective.
 
     If a shard is one run of the file, its rank writes it, and needs to know only where it begins: a scan and a sum of a

@@ -21,7 +21,7 @@ from hpcdist.formats.paths import file_errors, open_regular
 from hpcdist.formats.plain import Raw, memory
 from hpcdist.layout import Box
 from hpcdist.layout.box import Listed
-from hpcdist.staging.pieces import incoming, piece_limit, report
+from hpcdist.staging.pieces import Progress, incoming, piece_limit, report
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import bits
 
@@ -111,7 +111,7 @@ class TensorReader:
     stored: Stored
     window: int
     verify: bool | None = None
-    progress: Callable[[int], None] | None = None
+    progress: Progress = None
     _checked: set[int] = field(default_factory=set, init=False)
     _rows: tuple[int, Table, Listed] = field(init=False)  # the number of the first, the rows, and their boxes
     _library: tuple[int, Slices] | None = field(default=None, init=False)  # for this descriptor

@@ -8,7 +8,7 @@ torch.distributed.checkpoint, which has a coordinator and no team, uses these tw
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -31,7 +31,7 @@ from hpcdist.layout import Box
 from hpcdist.layout.box import Ints, run_starts, runs, summed
 from hpcdist.staging import drivers
 from hpcdist.staging.drivers import MpioFile, PartFile
-from hpcdist.staging.pieces import report
+from hpcdist.staging.pieces import Progress, report
 
 WINDOW = 2**28  # bytes per rank, of what is not the caller's tensors
 _COMPARED = 2**22  # bytes of a piece that are compared at a time
@@ -55,7 +55,7 @@ class SaveOptions:
     resume: bool = False
     attrs: Mapping[str, Any] = field(default_factory=dict)
     limit: int | None = None
-    progress: Callable[[int], None] | None = None
+    progress: Progress = None
 
 
 class Target:
