@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from hpcdist.comm.team import GroupLike, OutOptions
     from hpcdist.runtime.background import Handle
 
+    class _ReduceOptions(OutOptions, total=False):
+        weights: float | Tensor | None
+
+
 X = TypeVar("X", Tensor, dict[Any, Any])
 
 
@@ -96,17 +100,17 @@ def reduce_scatter(
 
 # fmt: off
 @overload
-def reduce(x: X, root: int = 0, op: str = "sum", *, weights: float | Tensor | None = None,
-           async_op: Literal[False] = False, **options: Unpack[OutOptions]) -> X | None: ...
+def reduce(x: X, root: int = 0, op: str = "sum", *,
+           async_op: Literal[False] = False, **options: Unpack[_ReduceOptions]) -> X | None: ...
 @overload
-def reduce(x: X, root: None, op: str = "sum", *, weights: float | Tensor | None = None,
-           async_op: Literal[False] = False, **options: Unpack[OutOptions]) -> X: ...
+def reduce(x: X, root: None, op: str = "sum", *,
+           async_op: Literal[False] = False, **options: Unpack[_ReduceOptions]) -> X: ...
 @overload
-def reduce(x: X, root: int = 0, op: str = "sum", *, weights: float | Tensor | None = None,
-           async_op: Literal[True], **options: Unpack[OutOptions]) -> Handle[X | None]: ...
+def reduce(x: X, root: int = 0, op: str = "sum", *,
+           async_op: Literal[True], **options: Unpack[_ReduceOptions]) -> Handle[X | None]: ...
 @overload
-def reduce(x: X, root: None, op: str = "sum", *, weights: float | Tensor | None = None,
-           async_op: Literal[True], **options: Unpack[OutOptions]) -> Handle[X]: ...
+def reduce(x: X, root: None, op: str = "sum", *,
+           async_op: Literal[True], **options: Unpack[_ReduceOptions]) -> Handle[X]: ...
 # fmt: on
 def reduce(
     x: Any,

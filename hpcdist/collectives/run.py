@@ -70,7 +70,9 @@ class Operation(ABC):
         try:
             self.plan(team, call, agreed)
             if self.grad:
-                self.which = _count(team)
+                team.results += 1
+                kind = "" if team is team.foreground else " of those in the background"
+                self.which = f"number {team.results}{kind}"
             result = self.forward(team)
         except BaseException as error:  # as in run()
             abort.InTransfer.check(self.name, team.size, error)
@@ -281,12 +283,6 @@ def _attached(team: Team, executed: tuple[Any, Operation | None]) -> Any:
     """Attach the result to the graph, in the thread that waits for it, so that all ranks do so in the same order."""
     result, op = executed
     return result if op is None else _attach(op, team, result)
-
-
-def _count(team: Team) -> str:
-    """Count a result of the team that has a gradient on any rank; return its number as text."""
-    team.results += 1
-    return f"number {team.results}" + ("" if team is team.foreground else " of those in the background")
 
 
 def _attach(op: Operation, team: Team, result: Tensor) -> Any:

@@ -56,11 +56,15 @@ class JoinStructures(Joining):
         self._joined: dict[tuple[int, ...], Blocks] = {}  # the tensors to join, by the number of the part on each rank
         self._wholes: dict[tuple[int, ...], Tensor] = {}
         self._receivers: Sequence[int] = [call.root] if self.rooted else range(team.size)
-        self._headers = headers = [MessageHeader.read(text) for text in _allgather_headers(team, call.header, agreed)]
+        if agreed.inline:
+            texts = [team.headers.data(rank, 0, length) for rank, length in enumerate(agreed.extents)]
+        else:
+            texts = team.comm.allgather(call.header)
+        self._headers = headers = list(map(MessageHeader.read, texts))
         check_classes(self.name, team, classes_of(headers))
         merge(self.name, [header.spec for header in headers], self._join, lambda rank, kind, i: None)
         used = {header.metas[i].on_gpu for header in headers for i in header.large}
-        self._routes = _routes(self.name, team, call.route, agreed.kinds, used)
+        self._routes = _routes(team, call, agreed.kinds, used)
 
     def _join(self, kind: str, path: str, numbers: list[int]) -> None:
         """Plan a joined tensor, after checking that its parts can be joined."""
@@ -157,14 +161,6 @@ def _buffer(header: MessageHeader, parts: Buffers, i: int, device: torch.device)
     return header.recv_buffer(i, device)
 
 
-def _allgather_headers(team: Team, mine: bytes, agreed: Agreed) -> list[bytes]:
-    """Gather the structures' headers of all ranks, unless they came behind those of the call."""
-    lengths = agreed.extents
-    if agreed.inline:
-        return [team.headers.data(rank, 0, length) for rank, length in enumerate(lengths)]
-    return team.comm.allgather(mine)
-
-
 def check_classes(verb: str, team: Team, classes: Sequence[Sequence[Any]]) -> None:
     """Check that every rank has imported all classes, with the same fields. Collective if there are any.
 
@@ -184,7 +180,7 @@ def classes_of(structures: Sequence[MessageHeader] | Sequence[Tree]) -> list[Seq
     return sorted(set().union(*(classes_in(one.spec) for one in structures)), key=repr)
 
 
-def _routes(verb: str, team: Team, name: str, kinds: tuple[int, ...], used: set[bool]) -> dict[bool, Route]:
+def _routes(team: Team, call: Call, kinds: tuple[int, ...], used: set[bool]) -> dict[bool, Route]:
     """Select routes for the large tensors in host memory (False) and on GPUs (True). Collective.
 
     Args:
@@ -192,7 +188,7 @@ def _routes(verb: str, team: Team, name: str, kinds: tuple[int, ...], used: set[
         used: which of the two occur; the same on all ranks.
     """
     on_host = (MemoryKind.CPU,) * team.size
-    return {on_gpu: select.agreed(verb, name, team, kinds if on_gpu else on_host) for on_gpu in sorted(used)}
+    return {on_gpu: select.agreed(call.verb, call.route, team, kinds if on_gpu else on_host) for on_gpu in sorted(used)}
 
 
 class Distribution:
@@ -219,7 +215,7 @@ class Distribution:
         self._lengths, self._longest, classes = team.comm.bcast(schedule, call.root)
         check_classes(call.verb, team, classes)
         used = {on_gpu for on_gpu in (False, True) if self._longest[on_gpu]}
-        self._routes = _routes(call.verb, team, call.route, kinds, used)
+        self._routes = _routes(team, call, kinds, used)
 
     def forward(self, team: Team) -> tuple[MessageHeader, Buffers]:
         call, device, lengths = self._call, team.settings.device, self._lengths

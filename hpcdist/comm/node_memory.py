@@ -63,7 +63,7 @@ class Topology:
             nodes.setdefault(node, []).append(rank)
         self.nodes = list(nodes.values())
         self.node = list(nodes).index(node_of[comm.rank])
-        self.local_rank = self.nodes[self.node].index(comm.rank)
+        self.local_rank = self.local_ranks.index(comm.rank)
         self.comm = comm if len(self.nodes) == 1 else comm.Split(self.node, comm.rank)
 
     @property

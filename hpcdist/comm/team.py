@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from typing_extensions import TypeVar as TypeVarWithDefault
 
-    from hpcdist.comm.messages import Unexpected
-
     S = TypeVarWithDefault("S", Tensor, list[Any], tuple[Any, ...], dict[Any, Any], default=Tensor)
     """A tensor or structure: the result is of the same kind as the argument; a tensor, if that is None."""
 
@@ -427,7 +425,7 @@ class Context:
         self.team = Team(private, self.everyone, settings)
         self.teams = {self.everyone: self.team}
         self.header_comm, self.data_comm = private.Dup(), private.Dup()
-        self.unexpected: Unexpected = Unexpected(self.header_comm)
+        self.unexpected = Unexpected(self.header_comm)
         self.most_tag = int(self.data_comm.Get_attr(MPI.TAG_UB) or 32767)
         self.transport: Any = None  # before its first use
         self._torch_groups: dict[tuple[int, str], Any] = {}  # of teams that have ended; all ranks end them together

@@ -26,7 +26,7 @@ from hpcdist.errors import RankError, coded, described, refusal
 from hpcdist.process import abort
 from hpcdist.runtime import world
 from hpcdist.runtime.background import Handle, check_threads, prepare, submit
-from hpcdist.staging.arguments import agreed, positive
+from hpcdist.staging.arguments import agreed, window_bytes
 from hpcdist.validation.collective import Call, exchange
 from hpcdist.validation.local import ArgumentError
 
@@ -104,7 +104,7 @@ class Loader(Sampler):
         def check() -> dict[str, Any]:
             if ragged not in _RAGGED:
                 raise ArgumentError("HD419", f"ragged is {ragged!r}, expected one of {', '.join(_RAGGED)}")
-            positive("window", window)
+            window_bytes(window)
             Sampler.__init__(self, data, batch_size, seed, **own, group=data.group)
             self._device = torch.device("cpu" if device is None else device)
             return {"batch_size": batch_size, "seed": seed, **own, "ragged": ragged, "window": window}

@@ -153,8 +153,7 @@ def _raw_of(path: str, name: str, x: Tensor, places: Mapping[int, int], base: in
         raise FileError("HD404", f"{path}: cannot be read: its tensor {name or 'there'} is larger than its data")
     if not x.is_contiguous() or x.is_conj() or x.is_neg():
         return None
-    first *= x.itemsize
-    return Raw(path, base + start + first, tuple(x.shape), x.dtype)
+    return Raw(path, base + start + first * x.itemsize, tuple(x.shape), x.dtype)
 
 
 def _tensors(path: str, held: object) -> tuple[dict[str, Tensor], dict[str, str]]:

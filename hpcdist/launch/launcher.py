@@ -335,11 +335,11 @@ def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
         >>> without_launcher({"PMIX_RANK": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"})
         {'PRTE_MCA_rmaps_default_mapping_policy': ':oversubscribe'}
     """
-    return {name: value for name, value in environ.items() if name.startswith(_USERS) or not _left(name)}
-
-
-def _left(name: str) -> bool:
-    return name.startswith(_LEFT) or name in _LEFT_BY_TORCH
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(_USERS) or not (name.startswith(_LEFT) or name in _LEFT_BY_TORCH)
+    }
 
 
 def job(comm: MPI.Intracomm | None, environ: Mapping[str, str]) -> MPI.Intracomm:

@@ -44,8 +44,7 @@ class _C10d(Route):
             # A separate connection: a group that waits locks its connection, also for groups in other threads.
             if torch_names.default_store is None:
                 raise torch_names.need("the store of the default group", f"route {self.name}")
-            own: Store = torch_names.default_store().clone()
-            store = PrefixStore(f"hpcdist/{team.number}/{self.name}", own)
+            store = PrefixStore(f"hpcdist/{team.number}/{self.name}", torch_names.default_store().clone())
             with team.settings.making_group():
                 group = self.make(store, team, team.settings.timeout + _LATER)
             team.torch_groups[self.name] = group

@@ -62,7 +62,7 @@ from hpcdist.formats.paths import sync
 from hpcdist.layout import Box
 from hpcdist.layout.box import Ints, Listed, Shape
 from hpcdist.runtime.background import join_uploads
-from hpcdist.staging.arguments import flatten, hdf5_path, positive, shape_and_dtype
+from hpcdist.staging.arguments import flatten, hdf5_path, shape_and_dtype, window_bytes
 from hpcdist.staging.drivers import PartFile
 from hpcdist.staging.pieces import outgoing, piece_limit
 from hpcdist.staging.reader import NAPS, OpenFiles, TensorReader, open_files
@@ -82,7 +82,7 @@ class _OneFile:
 
     def __init__(self, path: str | os.PathLike[str], window: int) -> None:
         super().__init__()
-        positive("window", window)
+        window_bytes(window)
         self._path = os.fsdecode(path)
 
     @property

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
 import tempfile
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ _LONGEST = 200  # bytes of a path that Open MPI's MPI-IO can use, with the suffi
 _STEP = 2**22  # bytes that mpio writes at a time; a call costs more there than a system call
 ROUND = 2**20  # bytes of edges that a rank sends at a time
 _SHARE = 16  # consecutive pages that belong to one rank
+_HEAD = struct.Struct("qq")  # of a run of edges: its position and its bytes
 
 
 def missing() -> str | None:
@@ -45,8 +46,7 @@ def missing() -> str | None:
 
     if h5py.get_config().mpi:
         return None
-    page = "docs/start/install.md describes the build with MPI"
-    return f"h5py {h5py.__version__} was built without MPI ({page})"
+    return f"h5py {h5py.__version__} was built without MPI (docs/start/install.md describes the build with MPI)"
 
 
 def active() -> tuple[str, str]:
@@ -152,16 +152,16 @@ class Edges:
 
         runs, problem, more = self._runs(), None, True
         while more:
-            sends, size = [list[tuple[int, bytes]]() for _ in range(team.size)], 0
+            sends, size = [bytearray() for _ in range(team.size)], 0
             for place, run in runs:
-                sends[owner(place)].append((place, run))
+                sends[owner(place)] += _HEAD.pack(place, len(run)) + run
                 size += len(run)
                 if size >= ROUND:
                     break
-            arrived = chain.from_iterable(team.comm.alltoall(sends))
+            arrived = _exchanged(team.comm, sends)
             more = not objects.everywhere(team.comm, size < ROUND)
             try:
-                for place, data in _joined(arrived):
+                for place, data in arrived:
                     write(place, memoryview(data))
             except Exception as error:  # reported when no rank waits for this one
                 problem = problem or error
@@ -174,14 +174,25 @@ class Edges:
         self._rows = []
 
 
-def _joined(runs: Iterable[tuple[int, bytes]]) -> list[tuple[int, bytearray]]:
-    """Return runs in the order of the file, adjacent ones joined."""
+def _exchanged(comm: MPI.Comm, sends: Sequence[bytearray]) -> list[tuple[int, bytearray]]:
+    """Send runs to each rank; return those that arrive, in the order of the file, adjacent ones joined. Collective."""
+    from mpi4py import MPI
+
+    counts = np.array(list(map(len, sends)))
+    arriving = np.empty_like(counts)
+    comm.Alltoall(counts, arriving)
+    got, at, runs = bytearray(int(arriving.sum())), 0, list[tuple[int, bytearray]]()
+    comm.Alltoallv([b"".join(sends), counts.tolist(), MPI.BYTE], [got, arriving.tolist(), MPI.BYTE])
+    while at < len(got):
+        place, nbytes = _HEAD.unpack_from(got, at)
+        at += _HEAD.size + nbytes
+        runs.append((place, got[at - nbytes : at]))
     joined = list[tuple[int, bytearray]]()
     for place, run in sorted(runs):
         if joined and joined[-1][0] + len(joined[-1][1]) == place:
             joined[-1][1].extend(run)
         else:
-            joined.append((place, bytearray(run)))
+            joined.append((place, run))
     return joined
 
 

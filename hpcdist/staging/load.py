@@ -28,7 +28,7 @@ from hpcdist.layout import Box
 from hpcdist.layout.box import BoxSequence, Copies, Ints, Listed, Shards, grid, summed
 from hpcdist.runtime import world
 from hpcdist.runtime.plan import Plan, planners
-from hpcdist.staging.arguments import SINGLE, agreed, check_inside, check_memory, check_out, nest, positive
+from hpcdist.staging.arguments import SINGLE, agreed, check_inside, check_memory, check_out, nest, window_bytes
 from hpcdist.staging.pieces import ROUND, PiecePlan, Progress, block_bounds, deliver, exchange, piece_limit
 from hpcdist.staging.reader import OpenFiles, TensorReader, open_files
 from hpcdist.staging.save import wait_for
@@ -302,7 +302,7 @@ def _check(
         "path": os.fsdecode(path), "name": name,
         "dim": {k: _dim(dim[k]) for k in sorted(dim)} if isinstance(dim, Mapping) else _dim(dim),
         "counts": counts if counts is None or isinstance(counts, str) else tuple(index(c) for c in counts),
-        "window": positive("window", window), "verify": verify, "box": "not given" if box is None else "given",
+        "window": window_bytes(window), "verify": verify, "box": "not given" if box is None else "given",
         "into": "not given" if into is None else "given", "strict": bool(strict), "convert": bool(convert),
     }  # fmt: skip
     return _Load(team, same, mine, out, target, progress, state)

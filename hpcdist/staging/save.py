@@ -29,9 +29,9 @@ from hpcdist.staging.arguments import (
     check_attrs,
     check_safetensors,
     flatten,
-    positive,
     shard_size,
     target_path,
+    window_bytes,
 )
 from hpcdist.staging.pieces import OwnPieces, PiecePlan, collect, outgoing, plan_save
 from hpcdist.staging.writer import WINDOW, FileWriter, SaveOptions
@@ -243,7 +243,7 @@ def _check(
     check_attrs(attrs, given)
     attrs = attrs or {}
     same: dict[str, Any] = {
-        "path": target_path(path), "window": positive("window", window), "writer": _driver_of(writer),
+        "path": target_path(path), "window": window_bytes(window), "writer": _driver_of(writer),
         "resume": bool(resume), "max_shard_size": shard_size(max_shard_size, os.fsdecode(path)),
     }  # fmt: skip
     if same["path"].endswith(safetensors.SUFFIX):
