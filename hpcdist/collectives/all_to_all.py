@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf, prod
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from hpcdist.validation import local
 from hpcdist.validation.collective import Agreed, Call
 
 if TYPE_CHECKING:
-    from hpcdist.comm.team import GroupLike
+    from hpcdist.comm.team import GroupLike, Options
     from hpcdist.runtime.background import Handle
 
 T = TypeVar("T")
@@ -37,16 +37,13 @@ T = TypeVar("T")
 # fmt: off
 @overload
 def all_to_all(x: Tensor, counts: str | Sequence[int] | None = None, *, dim: int = 0,
-               group: GroupLike | None = None, route: str = "auto",
-               async_op: Literal[False] = False) -> tuple[Tensor, list[int]]: ...
+               async_op: Literal[False] = False, **options: Unpack[Options]) -> tuple[Tensor, list[int]]: ...
 @overload
-def all_to_all(x: Sequence[T], *, dim: int = 0,
-               group: GroupLike | None = None, route: str = "auto", allow_pickle: bool = False,
-               async_op: Literal[False] = False) -> list[T]: ...
+def all_to_all(x: Sequence[T], *, dim: int = 0, allow_pickle: bool = False,
+               async_op: Literal[False] = False, **options: Unpack[Options]) -> list[T]: ...
 @overload
-def all_to_all(x: Any, counts: str | Sequence[int] | None = None, *, dim: int = 0,
-               group: GroupLike | None = None, route: str = "auto", allow_pickle: bool = False,
-               async_op: Literal[True]) -> Handle[Any]: ...
+def all_to_all(x: Any, counts: str | Sequence[int] | None = None, *, dim: int = 0, allow_pickle: bool = False,
+               async_op: Literal[True], **options: Unpack[Options]) -> Handle[Any]: ...
 # fmt: on
 def all_to_all(
     x: Any,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -23,23 +23,20 @@ from hpcdist.validation import local
 from hpcdist.validation.collective import Agreed, Call
 
 if TYPE_CHECKING:
-    from hpcdist.comm.team import GroupLike, S
+    from hpcdist.comm.team import GroupLike, S, SharedOptions, StructureOptions
     from hpcdist.runtime.background import Handle
 
 
 # fmt: off
 @overload
 def gather(x: S, dim: int = 0, root: int = 0, *,
-           group: GroupLike | None = None, route: str = "auto", out: torch.Tensor | None = None,
-           allow_pickle: bool = False, async_op: Literal[False] = False) -> S | None: ...
+           async_op: Literal[False] = False, **options: Unpack[StructureOptions]) -> S | None: ...
 @overload
 def gather(x: S, dim: int = 0, root: int = 0, *,
-           group: GroupLike | None = None, route: str = "auto", out: torch.Tensor | None = None,
-           allow_pickle: bool = False, async_op: Literal[True]) -> Handle[S | None]: ...
+           async_op: Literal[True], **options: Unpack[StructureOptions]) -> Handle[S | None]: ...
 @overload
 def gather(x: object, dim: int = 0, root: int = 0, *,
-           group: GroupLike | None = None, route: str = "auto", out: torch.Tensor | None = None,
-           allow_pickle: bool = False, async_op: bool = False) -> Any: ...
+           async_op: bool = False, **options: Unpack[StructureOptions]) -> Any: ...
 # fmt: on
 def gather(
     x: Any,
@@ -99,17 +96,11 @@ def gather(
 
 # fmt: off
 @overload
-def concat(x: S, dim: int = 0, *,
-           group: GroupLike | None = None, route: str = "auto", out: torch.Tensor | None = None,
-           allow_pickle: bool = False, shared: bool = False, async_op: Literal[False] = False) -> S: ...
+def concat(x: S, dim: int = 0, *, async_op: Literal[False] = False, **options: Unpack[SharedOptions]) -> S: ...
 @overload
-def concat(x: S, dim: int = 0, *,
-           group: GroupLike | None = None, route: str = "auto", out: torch.Tensor | None = None,
-           allow_pickle: bool = False, shared: bool = False, async_op: Literal[True]) -> Handle[S]: ...
+def concat(x: S, dim: int = 0, *, async_op: Literal[True], **options: Unpack[SharedOptions]) -> Handle[S]: ...
 @overload
-def concat(x: object, dim: int = 0, *,
-           group: GroupLike | None = None, route: str = "auto", out: torch.Tensor | None = None,
-           allow_pickle: bool = False, shared: bool = False, async_op: bool = False) -> Any: ...
+def concat(x: object, dim: int = 0, *, async_op: bool = False, **options: Unpack[SharedOptions]) -> Any: ...
 # fmt: on
 def concat(
     x: Any,

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -27,22 +27,19 @@ from hpcdist.validation import collective, local as checks
 from hpcdist.validation.collective import Agreed, Call
 
 if TYPE_CHECKING:
-    from hpcdist.comm.team import GroupLike
+    from hpcdist.comm.team import GroupLike, OutOptions
     from hpcdist.runtime.background import Handle
 
 _LAYOUTS = frozenset({layouts.Split, layouts.Block, layouts.Replicate, layouts.Boxes})  # which cannot change
-Shape = tuple[int, ...]
 
 
 # fmt: off
 @overload
 def redistribute(x: Tensor, src: Layout, dst: Layout, *,
-                 group: GroupLike | None = None, route: str = "auto", out: Tensor | None = None,
-                 async_op: Literal[False] = False) -> Tensor: ...
+                 async_op: Literal[False] = False, **options: Unpack[OutOptions]) -> Tensor: ...
 @overload
 def redistribute(x: Tensor, src: Layout, dst: Layout, *,
-                 group: GroupLike | None = None, route: str = "auto", out: Tensor | None = None,
-                 async_op: Literal[True]) -> Handle[Tensor]: ...
+                 async_op: Literal[True], **options: Unpack[OutOptions]) -> Handle[Tensor]: ...
 # fmt: on
 def redistribute(
     x: Tensor,
@@ -226,7 +223,7 @@ class Moves:
     """
 
     def __init__(
-        self, src: Layout, dst: Layout, shapes: Sequence[Shape], rank: int, size: int, dtype: torch.dtype
+        self, src: Layout, dst: Layout, shapes: Sequence[tuple[int, ...]], rank: int, size: int, dtype: torch.dtype
     ) -> None:
         name = "src"
         try:

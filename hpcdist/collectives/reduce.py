@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from torch import Tensor
 from torch.distributed import ReduceOp
@@ -28,8 +28,12 @@ from hpcdist.validation import local
 from hpcdist.validation.collective import Agreed, Call
 
 if TYPE_CHECKING:
-    from hpcdist.comm.team import GroupLike
+    from hpcdist.comm.team import GroupLike, OutOptions
     from hpcdist.runtime.background import Handle
+
+    class _ReduceOptions(OutOptions, total=False):
+        weights: float | Tensor | None
+
 
 X = TypeVar("X", Tensor, dict[Any, Any])
 
@@ -37,12 +41,10 @@ X = TypeVar("X", Tensor, dict[Any, Any])
 # fmt: off
 @overload
 def reduce_scatter(x: Tensor, dim: int = 0, counts: Any = None, op: str = "sum", *,
-                   group: GroupLike | None = None, route: str = "auto", out: Tensor | None = None,
-                   async_op: Literal[False] = False) -> Tensor: ...
+                   async_op: Literal[False] = False, **options: Unpack[OutOptions]) -> Tensor: ...
 @overload
 def reduce_scatter(x: Tensor, dim: int = 0, counts: Any = None, op: str = "sum", *,
-                   group: GroupLike | None = None, route: str = "auto", out: Tensor | None = None,
-                   async_op: Literal[True]) -> Handle[Tensor]: ...
+                   async_op: Literal[True], **options: Unpack[OutOptions]) -> Handle[Tensor]: ...
 # fmt: on
 def reduce_scatter(
     x: Tensor,
@@ -98,21 +100,17 @@ def reduce_scatter(
 
 # fmt: off
 @overload
-def reduce(x: X, root: int = 0, op: str = "sum", *, weights: float | Tensor | None = None,
-           group: GroupLike | None = None, route: str = "auto", out: Tensor | None = None,
-           async_op: Literal[False] = False) -> X | None: ...
+def reduce(x: X, root: int = 0, op: str = "sum", *,
+           async_op: Literal[False] = False, **options: Unpack[_ReduceOptions]) -> X | None: ...
 @overload
-def reduce(x: X, root: None, op: str = "sum", *, weights: float | Tensor | None = None,
-           group: GroupLike | None = None, route: str = "auto", out: Tensor | None = None,
-           async_op: Literal[False] = False) -> X: ...
+def reduce(x: X, root: None, op: str = "sum", *,
+           async_op: Literal[False] = False, **options: Unpack[_ReduceOptions]) -> X: ...
 @overload
-def reduce(x: X, root: int = 0, op: str = "sum", *, weights: float | Tensor | None = None,
-           group: GroupLike | None = None, route: str = "auto", out: Tensor | None = None,
-           async_op: Literal[True]) -> Handle[X | None]: ...
+def reduce(x: X, root: int = 0, op: str = "sum", *,
+           async_op: Literal[True], **options: Unpack[_ReduceOptions]) -> Handle[X | None]: ...
 @overload
-def reduce(x: X, root: None, op: str = "sum", *, weights: float | Tensor | None = None,
-           group: GroupLike | None = None, route: str = "auto", out: Tensor | None = None,
-           async_op: Literal[True]) -> Handle[X]: ...
+def reduce(x: X, root: None, op: str = "sum", *,
+           async_op: Literal[True], **options: Unpack[_ReduceOptions]) -> Handle[X]: ...
 # fmt: on
 def reduce(
     x: Any,
@@ -170,12 +168,10 @@ def operation(x: Any, root: Any, op: Any, weights: Any, route: Any, out: Any) ->
 # fmt: off
 @overload
 def all_reduce(x: Tensor, op: str = "sum", *,
-               group: GroupLike | None = None, route: str = "auto", out: Tensor | None = None,
-               async_op: Literal[False] = False) -> Tensor: ...
+               async_op: Literal[False] = False, **options: Unpack[OutOptions]) -> Tensor: ...
 @overload
 def all_reduce(x: Tensor, op: str = "sum", *,
-               group: GroupLike | None = None, route: str = "auto", out: Tensor | None = None,
-               async_op: Literal[True]) -> Handle[Tensor]: ...
+               async_op: Literal[True], **options: Unpack[OutOptions]) -> Handle[Tensor]: ...
 # fmt: on
 def all_reduce(
     x: Tensor,

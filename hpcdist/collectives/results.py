@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -66,10 +67,9 @@ def _check_memory(verb: str, team: Team, nbytes: Sequence[int], agreed: collecti
         ranks = enumerate(zip(nbytes, agreed.kinds, strict=True))
         nbytes = [0 if rank in agreed.outs or kind == MemoryKind.GPU else size for rank, (size, kind) in ranks]
     settings = team.settings
-    needed: dict[int, int] = {}
+    needed = Counter[int]()
     for peer, size in zip(team.peers, nbytes, strict=True):
-        node = settings.node_of[peer]
-        needed[node] = needed.get(node, 0) + size
+        needed[settings.node_of[peer]] += size
     problems = {}
     for rank, (peer, size) in enumerate(zip(team.peers, nbytes, strict=True)):
         on_node, (own, host) = needed[settings.node_of[peer]], settings.memory[peer]

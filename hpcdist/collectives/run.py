@@ -19,7 +19,7 @@ from hpcdist.comm.team import Team
 from hpcdist.errors import HpcdistError, coded
 from hpcdist.process import abort
 from hpcdist.routes import select
-from hpcdist.routes.route import Alltoall, Route, Vector
+from hpcdist.routes.route import Alltoall, Route, Step, Vector
 from hpcdist.runtime import background
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.eager import recorded
@@ -70,7 +70,9 @@ class Operation(ABC):
         try:
             self.plan(team, call, agreed)
             if self.grad:
-                self.which = _count(team)
+                team.results += 1
+                kind = "" if team is team.foreground else " of those in the background"
+                self.which = f"number {team.results}{kind}"
             result = self.forward(team)
         except BaseException as error:  # as in run()
             abort.InTransfer.check(self.name, team.size, error)
@@ -203,9 +205,7 @@ class Plannable(Operation):
         """Return the route of the data. Collective, after plan(); raises the same on all ranks."""
         return select.agreed(self.name, self.route, team, self.agreed.kinds)
 
-    def carry(
-        self, team: Team, send: Tensor | None, recv: Tensor | None, *meanwhile: Callable[[], object], step: int = 0
-    ) -> None:
+    def carry(self, team: Team, send: Tensor | None, recv: Tensor | None, *meanwhile: Step, step: int = 0) -> None:
         """Carry out one of `messages` by the route, which a repeated call does not choose again. Collective."""
         if self.transfers is None:
             route = self.chosen(team)
@@ -283,12 +283,6 @@ def _attached(team: Team, executed: tuple[Any, Operation | None]) -> Any:
     """Attach the result to the graph, in the thread that waits for it, so that all ranks do so in the same order."""
     result, op = executed
     return result if op is None else _attach(op, team, result)
-
-
-def _count(team: Team) -> str:
-    """Count a result of the team that has a gradient on any rank; return its number as text."""
-    team.results += 1
-    return f"number {team.results}" + ("" if team is team.foreground else " of those in the background")
 
 
 def _attach(op: Operation, team: Team, result: Tensor) -> Any:

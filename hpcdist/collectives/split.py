@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from hpcdist.validation import local
 from hpcdist.validation.collective import Agreed, Call
 
 if TYPE_CHECKING:
-    from hpcdist.comm.team import GroupLike, S
+    from hpcdist.comm.team import GroupLike, S, SharedOptions
     from hpcdist.runtime.background import Handle
 
 Counts: TypeAlias = str | Sequence[int] | None
@@ -37,16 +37,13 @@ Counts: TypeAlias = str | Sequence[int] | None
 # fmt: off
 @overload
 def split(x: S | None, dim: int = 0, root: int | None = 0, counts: Counts = None, *,
-          group: GroupLike | None = None, route: str = "auto", out: torch.Tensor | None = None,
-          allow_pickle: bool = False, shared: bool = False, async_op: Literal[False] = False) -> S: ...
+          async_op: Literal[False] = False, **options: Unpack[SharedOptions]) -> S: ...
 @overload
 def split(x: S | None, dim: int = 0, root: int | None = 0, counts: Counts = None, *,
-          group: GroupLike | None = None, route: str = "auto", out: torch.Tensor | None = None,
-          allow_pickle: bool = False, shared: bool = False, async_op: Literal[True]) -> Handle[S]: ...
+          async_op: Literal[True], **options: Unpack[SharedOptions]) -> Handle[S]: ...
 @overload
 def split(x: object, dim: int = 0, root: int | None = 0, counts: Counts = None, *,
-          group: GroupLike | None = None, route: str = "auto", out: torch.Tensor | None = None,
-          allow_pickle: bool = False, shared: bool = False, async_op: bool = False) -> Any: ...
+          async_op: bool = False, **options: Unpack[SharedOptions]) -> Any: ...
 # fmt: on
 def split(
     x: Any,

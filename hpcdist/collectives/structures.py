@@ -17,7 +17,7 @@ from hpcdist.control import objects
 from hpcdist.control.codec import classes_in, same_class
 from hpcdist.errors import RankError, coded
 from hpcdist.routes import select
-from hpcdist.routes.route import Message, Route, Vector
+from hpcdist.routes.route import Route, Vector
 from hpcdist.tensors import pool
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.blocks import Blocks, blocks
@@ -56,11 +56,15 @@ class JoinStructures(Joining):
         self._joined: dict[tuple[int, ...], Blocks] = {}  # the tensors to join, by the number of the part on each rank
         self._wholes: dict[tuple[int, ...], Tensor] = {}
         self._receivers: Sequence[int] = [call.root] if self.rooted else range(team.size)
-        self._headers = headers = [MessageHeader.read(text) for text in _allgather_headers(team, call.header, agreed)]
+        if agreed.inline:
+            texts = [team.headers.data(rank, 0, length) for rank, length in enumerate(agreed.extents)]
+        else:
+            texts = team.comm.allgather(call.header)
+        self._headers = headers = list(map(MessageHeader.read, texts))
         check_classes(self.name, team, classes_of(headers))
         merge(self.name, [header.spec for header in headers], self._join, lambda rank, kind, i: None)
         used = {header.metas[i].on_gpu for header in headers for i in header.large}
-        self._routes = _routes(self.name, team, call.route, agreed.kinds, used)
+        self._routes = _routes(team, call, agreed.kinds, used)
 
     def _join(self, kind: str, path: str, numbers: list[int]) -> None:
         """Plan a joined tensor, after checking that its parts can be joined."""
@@ -133,10 +137,9 @@ class JoinStructures(Joining):
             every = [recvs.get(rank, nothing) for rank in range(team.size)]
             if not self.rooted and route.allgather(team, mine, every):
                 continue
-            # The ranks after this one first, so that not all ranks send to the same one first.
-            dests = sorted(self._receivers, key=lambda dest: (dest < me, dest)) if me in now else []
+            sends = [(dest, mine) for dest in self._receivers] if me in now else []
             longest = max(headers[rank].nbytes[number] for rank, number in now.items())
-            _move(team, route, [(dest, mine) for dest in dests], recvs, longest)
+            route.exchange(team, sends, recvs.items(), longest)
 
     def finish(self, buffers: list[Buffers] | None) -> Any:
         """Merge the received structures. No other rank waits for this one any more, if a pickle fails to load."""
@@ -158,14 +161,6 @@ def _buffer(header: MessageHeader, parts: Buffers, i: int, device: torch.device)
     return header.recv_buffer(i, device)
 
 
-def _allgather_headers(team: Team, mine: bytes, agreed: Agreed) -> list[bytes]:
-    """Gather the structures' headers of all ranks, unless they came behind those of the call."""
-    lengths = agreed.extents
-    if agreed.inline:
-        return [team.headers.data(rank, 0, length) for rank, length in enumerate(lengths)]
-    return team.comm.allgather(mine)
-
-
 def check_classes(verb: str, team: Team, classes: Sequence[Sequence[Any]]) -> None:
     """Check that every rank has imported all classes, with the same fields. Collective if there are any.
 
@@ -185,7 +180,7 @@ def classes_of(structures: Sequence[MessageHeader] | Sequence[Tree]) -> list[Seq
     return sorted(set().union(*(classes_in(one.spec) for one in structures)), key=repr)
 
 
-def _routes(verb: str, team: Team, name: str, kinds: tuple[int, ...], used: set[bool]) -> dict[bool, Route]:
+def _routes(team: Team, call: Call, kinds: tuple[int, ...], used: set[bool]) -> dict[bool, Route]:
     """Select routes for the large tensors in host memory (False) and on GPUs (True). Collective.
 
     Args:
@@ -193,16 +188,7 @@ def _routes(verb: str, team: Team, name: str, kinds: tuple[int, ...], used: set[
         used: which of the two occur; the same on all ranks.
     """
     on_host = (MemoryKind.CPU,) * team.size
-    return {on_gpu: select.agreed(verb, name, team, kinds if on_gpu else on_host) for on_gpu in sorted(used)}
-
-
-def _move(team: Team, route: Route, sends: list[Message], recvs: Buffers, longest: int) -> None:
-    """Send contiguous or, to this rank itself, any tensors, and receive one from each rank in `recvs`."""
-    me, recvs = team.rank, dict(recvs)
-    for _, mine in [message for message in sends if message[0] == me]:
-        copyable(recvs.pop(me)).copy_(copyable(mine))
-    out = [(dest, as_bytes(row_major(x))) for dest, x in sends if dest != me]
-    route.exchange(team, out, [(source, as_bytes(x)) for source, x in recvs.items()], longest)
+    return {on_gpu: select.agreed(call.verb, call.route, team, kinds if on_gpu else on_host) for on_gpu in sorted(used)}
 
 
 class Distribution:
@@ -229,7 +215,7 @@ class Distribution:
         self._lengths, self._longest, classes = team.comm.bcast(schedule, call.root)
         check_classes(call.verb, team, classes)
         used = {on_gpu for on_gpu in (False, True) if self._longest[on_gpu]}
-        self._routes = _routes(call.verb, team, call.route, kinds, used)
+        self._routes = _routes(team, call, kinds, used)
 
     def forward(self, team: Team) -> tuple[MessageHeader, Buffers]:
         call, device, lengths = self._call, team.settings.device, self._lengths
@@ -244,13 +230,14 @@ class Distribution:
         for on_gpu, route in self._routes.items():
             for round_, longest in enumerate(self._longest[on_gpu]):  # in which each rank receives one tensor
                 now = slice(round_, round_ + 1)
-                sends = [
-                    (dest, tree.tensors[i])
-                    for dest, (tree, held) in enumerate(zip(call.trees, self._contents, strict=True))
-                    for i in held.large_of(on_gpu)[now]
-                ]
-                recvs = {call.root: buffers[i] for i in header.large_of(on_gpu)[now]}  # noqa: B035
-                _move(team, route, sends, recvs, longest)
+                sends, recvs = [], [(call.root, as_bytes(buffers[i])) for i in header.large_of(on_gpu)[now]]
+                for dest, (tree, held) in enumerate(zip(call.trees, self._contents, strict=True)):
+                    for i in held.large_of(on_gpu)[now]:
+                        if dest == team.rank:
+                            copyable(buffers[i]).copy_(copyable(tree.tensors[i]))
+                        else:
+                            sends.append((dest, as_bytes(row_major(tree.tensors[i]))))
+                route.exchange(team, sends, recvs, longest)
         return header, buffers
 
     def finish(self, received: tuple[MessageHeader, Buffers]) -> Any:

@@ -62,10 +62,9 @@ class Topology:
         for rank, node in enumerate(node_of):
             nodes.setdefault(node, []).append(rank)
         self.nodes = list(nodes.values())
-        self.node = next(index for index, ranks in enumerate(self.nodes) if comm.rank in ranks)
-        self.local_rank = self.nodes[self.node].index(comm.rank)
+        self.node = list(nodes).index(node_of[comm.rank])
+        self.local_rank = self.local_ranks.index(comm.rank)
         self.comm = comm if len(self.nodes) == 1 else comm.Split(self.node, comm.rank)
-        self._owned = len(self.nodes) > 1
 
     @property
     def local_ranks(self) -> list[int]:
@@ -73,7 +72,7 @@ class Topology:
         return self.nodes[self.node]
 
     def free(self) -> None:
-        if self._owned:
+        if len(self.nodes) > 1:
             self.comm.Free()
 
 
@@ -83,6 +82,9 @@ class SharedBlock:
     Args:
         nbytes: size, of which nothing is allocated yet.
         fd: descriptor of the block, if another process has made it; owned by this object.
+
+    Attributes:
+        bytes: its memory. All processes see writes to it.
 
     Raises:
         OSError: if the system does not give it.
@@ -94,10 +96,9 @@ class SharedBlock:
         try:
             if fd is None:
                 os.ftruncate(self.fd, nbytes)
-            self._shared = memoryview(mmap.mmap(self.fd, nbytes))
-            readable = mmap.mmap(self.fd, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-            self._private: mmap.mmap | None = readable
-            self._address = np.frombuffer(readable, np.uint8).ctypes.data
+            self.bytes = memoryview(mmap.mmap(self.fd, nbytes))
+            self._private = mmap.mmap(self.fd, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+            self._address = self.private().ctypes.data
         except BaseException:
             os.close(self.fd)
             raise
@@ -108,28 +109,22 @@ class SharedBlock:
         for at in range(start, start + length, PIECE):
             os.posix_fallocate(self.fd, at, min(PIECE, start + length - at))
 
-    def memory(self) -> memoryview:
-        """Return its bytes. All processes see writes to them."""
-        return self._shared
-
     def shared(self) -> Tensor:
-        """Return the same as a tensor."""
-        return torch.from_numpy(np.frombuffer(self._shared, np.uint8))
+        """Return `bytes` as a tensor."""
+        return torch.from_numpy(np.frombuffer(self.bytes, np.uint8))
 
     def private(self) -> np.ndarray:
         """Return its bytes as a new array. Only this process sees writes to it."""
-        assert self._private is not None
         return np.frombuffer(self._private, np.uint8)
 
     def map_pages(self) -> None:
         """Map the pages that :meth:`private` reads now, all at once, and not one by one when each is first read."""
-        if self._private is not None:
-            with suppress(OSError, ValueError):
-                self._private.madvise(_POPULATE_READ)
+        with suppress(OSError, ValueError):
+            self._private.madvise(_POPULATE_READ)
 
     def drop_private_pages(self) -> None:
         """Let :meth:`private` have the contents of :meth:`shared` again, also where this process has written."""
-        if self._private is not None and _has_private_pages(self._address, self.nbytes):
+        if _has_private_pages(self._address, self.nbytes):
             self._private.madvise(mmap.MADV_DONTNEED)
 
     def release_memory(self) -> None:
@@ -140,8 +135,7 @@ class SharedBlock:
     def close(self) -> None:
         """Close it here; the memory is unmapped with the last array and tensor on it."""
         os.close(self.fd)
-        self._private = None
-        self._shared = memoryview(b"")
+        del self._private, self.bytes
 
 
 def _has_private_pages(start: int, nbytes: int) -> bool:
@@ -226,9 +220,9 @@ class Windows:
         self._serials = self._in_use = memoryview(b"")
         self._made = 0
         self._lock = threading.Lock()  # the thread that sweeps drops windows, too
-        self.problem = self.reason = None if hasattr(os, "memfd_create") else "this system has no memfd_create"
-        if self.problem is None:
-            self._open_control()
+        self.problem: str | None = None
+        self.reason: str | None = None
+        self._open_control()
         _existing.add(self)
         pool.others.add(self)
 
@@ -245,7 +239,6 @@ class Windows:
             The window; None on all ranks of the team if any of them cannot have one: see `reason`.
         """
         if self.problem is not None:
-            self.reason = self.problem
             return None
         number = -1
         try:
@@ -348,7 +341,7 @@ class Windows:
             self.problem = self.reason = NOT_OPENED
             return
         assert self._control is not None
-        whole = self._control.memory()
+        whole = self._control.bytes
         self._serials, self._in_use = whole[: 8 * SLOTS].cast("q"), whole[8 * SLOTS :]
 
     def _agree_on_slot(self, nbytes: int) -> int:

@@ -17,7 +17,7 @@ from datetime import timedelta
 from functools import cached_property
 from hashlib import blake2b
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -35,10 +35,24 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from typing_extensions import TypeVar as TypeVarWithDefault
 
-    from hpcdist.comm.messages import Unexpected
-
     S = TypeVarWithDefault("S", Tensor, list[Any], tuple[Any, ...], dict[Any, Any], default=Tensor)
     """A tensor or structure: the result is of the same kind as the argument; a tensor, if that is None."""
+
+    class Options(TypedDict, total=False):
+        """Keywords of verbs, for the overloads of their signatures."""
+
+        group: GroupLike | None
+        route: str
+
+    class OutOptions(Options, total=False):
+        out: Tensor | None
+
+    class StructureOptions(OutOptions, total=False):
+        allow_pickle: bool
+
+    class SharedOptions(StructureOptions, total=False):
+        shared: bool
+
 
 WORLD = 0  # the key of the group of all ranks
 HEADER = 64  # bytes of a rank's header: see hpcdist/validation/collective.py
@@ -411,7 +425,7 @@ class Context:
         self.team = Team(private, self.everyone, settings)
         self.teams = {self.everyone: self.team}
         self.header_comm, self.data_comm = private.Dup(), private.Dup()
-        self.unexpected: Unexpected = Unexpected(self.header_comm)
+        self.unexpected = Unexpected(self.header_comm)
         self.most_tag = int(self.data_comm.Get_attr(MPI.TAG_UB) or 32767)
         self.transport: Any = None  # before its first use
         self._torch_groups: dict[tuple[int, str], Any] = {}  # of teams that have ended; all ranks end them together

@@ -35,7 +35,7 @@ class Worker:
         self._name = name
         self._calls: Calls = SimpleQueue()  # of the current thread
         self._submitted = self._finished = 0  # the first is the callers', the second the worker's
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.running = threading.RLock()  # a callback of a call makes its own calls
         self._thread: threading.Thread | None = None
 
@@ -56,19 +56,16 @@ class Worker:
     def start(self) -> None:
         """Start the thread now, rather than with the first call."""
         with self._lock:
-            self._start()
-
-    def _start(self) -> None:
-        if self._thread is None:
-            self._calls = SimpleQueue()
-            self._thread = threading.Thread(target=self._work, args=(self._calls,), name=self._name, daemon=True)
-            self._thread.start()
+            if self._thread is None:
+                self._calls = SimpleQueue()
+                self._thread = threading.Thread(target=self._work, args=(self._calls,), name=self._name, daemon=True)
+                self._thread.start()
 
     def submit(self, call: Callable[[], T]) -> futures.Future[T]:
         """Run a call after those submitted before."""
         future: futures.Future[T] = futures.Future()
         with self._lock:
-            self._start()
+            self.start()
             self._submitted += 1
             self._calls.put((call, future))
         return future

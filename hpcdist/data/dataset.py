@@ -172,7 +172,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
         objects.run_on_all(team.comm, VERB, read)
         if here.local_rank == 0:
             np.cumsum(written, axis=1, out=written)
-        objects.run_on_all(team.comm, VERB, lambda: None)
+        here.comm.Barrier()
         self._attach(window.tensor((written.size,), torch.int64))
         return window
 

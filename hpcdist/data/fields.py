@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -19,12 +19,12 @@ from hpcdist.formats.hdf5 import rows_of_lengths
 from hpcdist.formats.known import FORMATS, describe
 from hpcdist.layout import Box
 from hpcdist.layout.box import Ints, summed
+from hpcdist.staging.pieces import Progress
 from hpcdist.staging.reader import OpenFiles, TensorReader, open_files
 from hpcdist.staging.writer import WINDOW
 
 Name = tuple[str, str | None]
 """The names of a field's tensor, and of the one that has its offsets, if its samples differ in length."""
-Progress = Callable[[int], None] | None
 Column = Tensor | list[Tensor]
 """A field of some samples: a row for each, or a tensor for each if they differ in length."""
 _AT_ONCE = 2**16  # samples whose offsets, or whose lengths, are read at once
@@ -78,7 +78,7 @@ def describe_file(path: str, names: Sequence[Name] | None) -> tuple[Contents, li
     Raises:
         FileError: a field is not there, is no row of samples, or has another number of samples than another one.
     """
-    with open_files(lambda: describe(path), lambda sees: [sees()]) as files:
+    with open_files(lambda: describe(path)) as files:
         contents = files.contents
     if names is None:
         names = [(name, None) for name in contents.tensors]
@@ -236,10 +236,11 @@ def joined(described: Sequence[tuple[Contents, list[Part]]]) -> list[Field]:
         FileError: a file has other fields than the first.
     """
     begins = summed([parts[0].samples for _, parts in described])
-    first, fields = described[0][0].path, list[Field]()
-    for i in range(len(described[0][1])):
-        if odd := next((contents for contents, parts in described if len(parts) != len(described[0][1])), None):
-            raise FileError("HD408", f"{odd.path}: holds other tensors than {first}: name fields=")
+    (contents, own), fields = described[0], list[Field]()
+    first = contents.path
+    if odd := next((contents for contents, parts in described if len(parts) != len(own)), None):
+        raise FileError("HD408", f"{odd.path}: holds other tensors than {first}: name fields=")
+    for i in range(len(own)):
         field = Field([(contents, parts[i]) for contents, parts in described], begins)
         for contents, (values, _, variable, _) in field.files:
             dtype, shape = values.dtype, values.shape[1:]

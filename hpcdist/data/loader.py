@@ -26,7 +26,7 @@ from hpcdist.errors import RankError, coded, described, refusal
 from hpcdist.process import abort
 from hpcdist.runtime import world
 from hpcdist.runtime.background import Handle, check_threads, prepare, submit
-from hpcdist.staging.arguments import agreed, positive
+from hpcdist.staging.arguments import agreed, window_bytes
 from hpcdist.validation.collective import Call, exchange
 from hpcdist.validation.local import ArgumentError
 
@@ -104,7 +104,7 @@ class Loader(Sampler):
         def check() -> dict[str, Any]:
             if ragged not in _RAGGED:
                 raise ArgumentError("HD419", f"ragged is {ragged!r}, expected one of {', '.join(_RAGGED)}")
-            positive("window", window)
+            window_bytes(window)
             Sampler.__init__(self, data, batch_size, seed, **own, group=data.group)
             self._device = torch.device("cpu" if device is None else device)
             return {"batch_size": batch_size, "seed": seed, **own, "ragged": ragged, "window": window}
@@ -283,7 +283,7 @@ class _Files:
         """Return a segment that all ranks have read; then begin to read the next one. Collective, in order."""
         if order is not self._order:  # another epoch: its first segment
             self._worker.stop()  # what the one before was reading
-            objects.run_on_all(team.comm, VERB, lambda: None)
+            team.comm.Barrier()
             self._order, self._segments = order, {}
         if number + 1 not in self._segments:
             self._begin(team, number)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from hpcdist.comm.team import Team
-from hpcdist.data.fields import Column, Field, Progress
+from hpcdist.data.fields import Column, Field
 from hpcdist.layout.box import Ints, summed
 from hpcdist.process import abort
+from hpcdist.staging.pieces import Progress
 
 ALIGNMENT = 64  # bytes: of a field's rows in memory
 
@@ -55,12 +56,11 @@ class Segment:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_memory": []}  # which is shared
 
-    def attach(self, memory: Tensor) -> Segment:
+    def attach(self, memory: Tensor) -> None:
         """Take the node's memory, flat bytes, from which its samples are taken."""
         self._memory = [
             memory[a:b].view(-1, field.row) for field, (a, b, _) in zip(self._fields, self._places, strict=True)
         ]
-        return self
 
     def read(self, memory: Tensor, verify: bool | None, progress: Progress = None) -> None:
         """Read this rank's blocks into the node's memory.

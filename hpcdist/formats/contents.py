@@ -20,7 +20,7 @@ from hpcdist.errors import FileError, listed
 from hpcdist.formats.paths import check_regular, file_errors, shown
 from hpcdist.formats.plain import Raw, digest, page_size, read_at
 from hpcdist.layout import Box
-from hpcdist.layout.box import Ints, Listed, span, whole
+from hpcdist.layout.box import Ints, Listed, Shape, span, whole
 from hpcdist.tensors.storage import DTYPES
 
 UNREADABLE = "cannot be read"  # the first words on what is left out because it is damaged, or its library too old
@@ -45,7 +45,7 @@ def row_checksums(table: Table) -> np.ndarray[Any, np.dtype[np.uint64]]:
     return np.array([digest(content[end - size : end - 4]).intdigest() for end in ends], np.uint64)
 
 
-def boxes_of(table: Table, shape: tuple[int, ...]) -> Listed:
+def boxes_of(table: Table, shape: Shape) -> Listed:
     """The boxes in the rows of a table."""
     return Listed(table["offset"][:, : len(shape)], table["shape"][:, : len(shape)], shape)
 
@@ -65,7 +65,7 @@ class PieceTable:
     start: int
     count: int
     runs: bool
-    shape: tuple[int, ...]
+    shape: Shape
 
     def read(self, fd: int, first: int, last: int) -> Table:
         """Read the rows `first` to `last`; a FileError if they are damaged."""
@@ -127,14 +127,13 @@ class FileParts:
 
     Attributes:
         files: their paths.
-        offsets, shapes: the boxes of the parts, a row for each.
-        places: for each part the number of its file, its first byte there, and the length of the archive of torch.save
-            that holds it, 0 for plain bytes.
+        boxes: the box of each part.
+        places: for each part the number of its file, and the first byte and the length of the archive of torch.save
+            there that holds it.
     """
 
     files: list[str]
-    offsets: Ints
-    shapes: Ints
+    boxes: Listed
     places: Ints
 
 
@@ -143,7 +142,7 @@ class Described:
     """A tensor without its data."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
 
     def nbytes(self) -> int:
@@ -183,12 +182,6 @@ class Stored(Described):
     def boxes(self) -> Listed:
         """The boxes of its pieces; none if it has no table of them."""
         return boxes_of(self.table, self.shape)
-
-    @cached_property
-    def part_boxes(self) -> Listed:
-        """The boxes of its parts."""
-        assert self.parts is not None
-        return Listed(self.parts.offsets, self.parts.shapes, self.shape)
 
 
 @dataclass(frozen=True)

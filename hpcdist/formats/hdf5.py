@@ -48,9 +48,10 @@ from hpcdist.formats.contents import (
     PieceTable,
     Slices,
     Stored,
+    identity,
     row_dtype,
 )
-from hpcdist.formats.paths import check_regular, check_unicode, file_errors
+from hpcdist.formats.paths import check_unicode, file_errors
 from hpcdist.formats.plain import Raw, digest
 from hpcdist.layout import Box
 from hpcdist.process.limit import ended_at_deadline
@@ -92,9 +93,9 @@ class _HDF5(Format):
     checksums = True
 
     def describe(self, path: str) -> Contents:
-        before = check_regular(path)
+        at = identity(path)
         with file_errors(path), opened(path) as file:
-            return _contents(path, file, Identity.of(before))
+            return _contents(path, file, at)
 
     def by_library(self, path: str, stored: Stored) -> Slices:
         def read(box: Box) -> Tensor:

@@ -32,12 +32,10 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hpcdist.activity.procstat import started
 from hpcdist.errors import FileError, coded, reason, refusal
-
-T = TypeVar("T")
 
 PATIENCE = 5.0  # seconds that a shared file system's caches of names, attributes and contents may be out of date
 _NAP = 0.1  # seconds between two attempts
@@ -47,11 +45,6 @@ _UNLOCKABLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)  # no 
 _UNSYNCABLE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES, errno.EPERM)  # of a folder
 
 _KINDS = {"d": "folder", "p": "FIFO", "s": "socket", "c": "device", "b": "device"}
-
-
-def _kind(found: os.stat_result) -> str | None:
-    """The kind of a file that is not regular, in a word; None of a regular file."""
-    return _KINDS.get(stat.filemode(found.st_mode)[0])
 
 
 @contextmanager
@@ -79,9 +72,14 @@ def check_regular(path: str) -> os.stat_result:
         FileError: no such file, or something that is not a regular file.
     """
     with file_errors(path):
-        found = os.stat(path)
-    if (what := _kind(found)) is not None:
-        raise FileError("HD401", f"{path}: is a {what}" + ("" if what == "folder" else ", expected a regular file"))
+        return _regular(path, ", expected a regular file")
+
+
+def _regular(path: str | Path, more: str) -> os.stat_result:
+    """The status of a regular file; a FileError with `more` to say if it is of another kind, but for a folder."""
+    found = os.stat(path)
+    if (kind := _KINDS.get(stat.filemode(found.st_mode)[0])) is not None:
+        raise FileError("HD401", f"{path}: is a {kind}" + ("" if kind == "folder" else more))
     return found
 
 
@@ -91,15 +89,9 @@ def status_of_old(target: Path) -> os.stat_result | None:
     Raises:
         FileError: it is not a regular file, or cannot be looked at.
     """
-    with write_errors(target):
-        try:
-            old = os.stat(target)
-        except FileNotFoundError:
-            return None
-    if (what := _kind(old)) is not None:
-        more = "" if what == "folder" else ": only a regular file is replaced"
-        raise FileError("HD401", f"{target}: is a {what}{more}")
-    return old
+    with write_errors(target), suppress(FileNotFoundError):
+        return _regular(target, ": only a regular file is replaced")
+    return None
 
 
 def open_regular(path: str) -> int:
@@ -209,12 +201,23 @@ def sync(path: Path, forget: bool = False) -> None:
             raise
 
 
-def patiently(look: Callable[[], T | None]) -> T | None:
-    """Repeat `look` until it finds no problem, or caches cannot be out of date any more; return its last result."""
+def check_shared(path: str, look: Callable[[], str | None]) -> None:
+    """Check that this rank sees a file that another one has made, and may write to it.
+
+    Args:
+        look: says what this rank sees in its place, if anything else; it is called until caches of names cannot be out
+            of date any more.
+
+    Raises:
+        FileError: it does not, or may not.
+    """
     until = time.monotonic() + PATIENCE
-    while (problem := look()) is not None and time.monotonic() < until:
+    while (problem := look()) is not None:
+        if time.monotonic() > until:
+            raise FileError("HD413", f"{path}: {problem}: the folder is not shared by all nodes")
         time.sleep(_NAP)
-    return problem
+    if not os.access(path, os.R_OK | os.W_OK):
+        raise FileError("HD410", f"{path}: cannot be written by this rank")
 
 
 def lock(fd: int) -> bool:

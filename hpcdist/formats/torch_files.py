@@ -37,6 +37,7 @@ from hpcdist.formats.contents import Contents, FileParts, Format, Identity, Slic
 from hpcdist.formats.paths import file_errors, utf8_path
 from hpcdist.formats.plain import Raw
 from hpcdist.layout import Box
+from hpcdist.layout.box import Listed
 from hpcdist.process.limit import ended_at_deadline
 
 METADATA = ".metadata"  # of a folder
@@ -152,8 +153,7 @@ def _raw_of(path: str, name: str, x: Tensor, places: Mapping[int, int], base: in
         raise FileError("HD404", f"{path}: cannot be read: its tensor {name or 'there'} is larger than its data")
     if not x.is_contiguous() or x.is_conj() or x.is_neg():
         return None
-    first *= x.itemsize
-    return Raw(path, base + start + first, tuple(x.shape), x.dtype)
+    return Raw(path, base + start + first * x.itemsize, tuple(x.shape), x.dtype)
 
 
 def _tensors(path: str, held: object) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -271,15 +271,10 @@ def _stored(path: str, name: str, entry: Any, where: Mapping[Any, Any], files: d
         if file not in used:
             used.append(file)
         rows.append((used.index(file), start, nbytes))
-    offsets, shapes = (
-        np.array(corner, np.int64).reshape(len(rows), len(shape))
-        for corner in ([chunk.offsets for chunk in entry.chunks], [chunk.sizes for chunk in entry.chunks])
-    )
-    parts = FileParts(used, offsets, shapes, np.array(rows, np.int64).reshape(-1, 3))
-    found = Stored(name, shape, dtype, parts=parts)
-    if not found.part_boxes.tile():
+    boxes = Listed.of([Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks], shape)
+    if not boxes.tile():
         raise FileError("HD510", f"{path}: incomplete: the parts of {name} are not the tensor of shape {shape}, once")
-    return found
+    return Stored(name, shape, dtype, parts=FileParts(used, boxes, np.array(rows, np.int64).reshape(-1, 3)))
 
 
 class _Unpickler(pickle.Unpickler):

@@ -214,11 +214,6 @@ def on_node(environ: Mapping[str, str]) -> tuple[int | None, int | None]:
     return _number(environ, launched[0].local_rank), _number(environ, launched[0].local_size)
 
 
-def has_rank(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher of MPI's has a rank for this process."""
-    return any(_number(environ, launcher.rank) is not None for launcher in _present(environ) if launcher.mpi)
-
-
 def _forgotten(head: str, allocated: str, launcher: Launcher, library: str) -> str:
     start = launcher.single.removesuffix(" -n 1")
     return (
@@ -340,11 +335,11 @@ def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
         >>> without_launcher({"PMIX_RANK": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"})
         {'PRTE_MCA_rmaps_default_mapping_policy': ':oversubscribe'}
     """
-    return {name: value for name, value in environ.items() if name.startswith(_USERS) or not _left(name)}
-
-
-def _left(name: str) -> bool:
-    return name.startswith(_LEFT) or name in _LEFT_BY_TORCH
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(_USERS) or not (name.startswith(_LEFT) or name in _LEFT_BY_TORCH)
+    }
 
 
 def job(comm: MPI.Intracomm | None, environ: Mapping[str, str]) -> MPI.Intracomm:

@@ -7,9 +7,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
@@ -67,14 +67,15 @@ def meet(comm: MPI.Intracomm, nodes: int) -> Meeting:
         return listener[0].getsockname()[1], addresses, secrets.token_hex()
 
     port, addresses, token = objects.run_on_root(comm, "init", serve)
-    with _answering(listener, token), ThreadPoolExecutor(max(1, len(addresses))) as threads:
+    with ThreadPoolExecutor(len(addresses) + 1) as threads, ExitStack() as over:
+        if listener:
+            done = threading.Event()
+            over.callback(done.set)
+            threads.submit(_answer, listener[0], token, done)
         for seconds in _CONNECT_SECONDS:
             ask = partial(_local_address, port=port, token=token, seconds=seconds)
             reached = list(threads.map(ask, addresses))
-            everywhere = [
-                all(rank)
-                for rank in zip(*objects.all_gather_object(comm, [r is not None for r in reached]), strict=True)
-            ]
+            everywhere = list(map(all, zip(*objects.all_gather_object(comm, reached), strict=True)))
             if any(everywhere):
                 break
     if not any(everywhere):
@@ -96,23 +97,28 @@ def open_store(comm: MPI.Intracomm, meeting: Meeting, timeout: timedelta) -> Sto
     """
     if meeting.shares_files:
         return _file_store(objects.open_on_root(comm), timeout)
-    stores: list[Store] = []
+    stores: list[TCPStore] = []
 
     def serve() -> int:
-        listener = socket.create_server((meeting.host, 0), backlog=max(128, comm.size))
-        port: int = listener.getsockname()[1]
-        # torch takes the bound socket over; it would itself bind every interface, loopback asked for or not.
-        fd = listener.detach()
-        stores.append(
-            TCPStore(meeting.host, port, comm.size, True, timeout, wait_for_workers=False, master_listen_fd=fd)
-        )
-        return port
+        stores.append(served(meeting.host, comm.size, timeout))
+        return stores[0].port
 
     port = objects.run_on_root(comm, "init", serve)
     if stores:
         return stores[0]
     connect = partial(TCPStore, meeting.host, port, comm.size, False, timeout, wait_for_workers=False)
     return connect() if accelerator.count() else LateStore(connect)
+
+
+def served(host: str, size: int, timeout: timedelta, multi_tenant: bool = False) -> TCPStore:
+    """Open a store that listens on this host, at a port that the kernel picks."""
+    listener = socket.create_server((host, 0), backlog=max(128, size))
+    port = listener.getsockname()[1]
+    return TCPStore(
+        *(host, port, size, True, timeout),
+        # torch takes the bound socket over; it would itself bind every interface, loopback asked for or not.
+        wait_for_workers=False, multi_tenant=multi_tenant, master_listen_fd=listener.detach(),
+    )  # fmt: skip
 
 
 def variables(comm: MPI.Intracomm, meeting: Meeting) -> dict[str, str]:
@@ -252,10 +258,9 @@ def _addresses() -> list[str]:
 
 def interfaces() -> dict[str, str]:
     """Return the IPv4 address of each network interface that has one."""
-    by_name = psutil.net_if_addrs()
     return {
         name: address.address
-        for name, addresses in by_name.items()
+        for name, addresses in psutil.net_if_addrs().items()
         for address in reversed(addresses)  # the first one counts
         if address.family == socket.AF_INET
     }
@@ -272,32 +277,18 @@ def socket_problem(environ: Mapping[str, str], host: str, there: Iterable[str]) 
     return f"{host} has no such interface with an address, only {', '.join(there) or 'none'}"
 
 
-@contextmanager
-def _answering(listener: list[socket.socket], token: str) -> Iterator[None]:
-    """A context in which rank 0 sends `token` to whoever connects, and at whose end it closes its listener.
+def _answer(listener: socket.socket, token: str, over: threading.Event) -> None:
+    """Send `token` to whoever connects to rank 0, until it is over; then close the listener.
 
     An address that several hosts have, such as that of docker0, may lead elsewhere.
     """
-    over = threading.Event()
-
-    def answer(server: socket.socket) -> None:
-        server.settimeout(0.01)
-        with server:
-            while not over.is_set():
-                with suppress(OSError):  # there is no connection, or it was closed again
-                    connection, _ = server.accept()
-                    with connection:
-                        connection.sendall(token.encode())
-
-    threads = [threading.Thread(target=answer, args=(server,), daemon=True) for server in listener]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join()
+    listener.settimeout(0.01)
+    with listener:
+        while not over.is_set():
+            with suppress(OSError):  # there is no connection, or it was closed again
+                connection, _ = listener.accept()
+                with connection:
+                    connection.sendall(token.encode())
 
 
 def _local_address(address: str, port: int, token: str, seconds: float) -> str | None:

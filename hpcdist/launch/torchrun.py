@@ -16,17 +16,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from hpcdist.control import objects
-from hpcdist.errors import coded
+from hpcdist.errors import LaunchError
 from hpcdist.launch import launcher
+from hpcdist.launch.rendezvous import Nodes, served
 from hpcdist.tensors import accelerator
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-    from hpcdist.launch.rendezvous import Nodes
 
 _ADDRESS, _PORT, _THREADS = "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"
 
@@ -72,20 +70,17 @@ def give(
     own = {name: kept.get(name, "") for name in (_ADDRESS, _PORT)}
 
     def bind() -> tuple[int, str, dict[str, str]]:
+        if program:
+            store = served(host, comm.size, timeout, multi_tenant=True)
+            kept_by_child = partial(ctypes.pythonapi.Py_IncRef, ctypes.py_object(store))
+            os.register_at_fork(after_in_child=kept_by_child)  # a child has no thread that the store's end could join
+            held.append(store)
+            return store.port, secrets.token_hex(8), own
         port = socket.socket()
         port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # torch's own store binds it, too
         port.bind((host, 0))
-        number: int = port.getsockname()[1]
-        if program:
-            port.listen(max(128, comm.size))
-            store = dist.TCPStore(  # type: ignore[attr-defined]
-                *(host, number, comm.size, True, timeout),
-                wait_for_workers=False, multi_tenant=True, master_listen_fd=port.detach(),
-            )  # fmt: skip
-            kept_by_child = partial(ctypes.pythonapi.Py_IncRef, ctypes.py_object(store))
-            os.register_at_fork(after_in_child=kept_by_child)  # a child has no thread that the store's end could join
-        held.append(store if program else port)
-        return number, secrets.token_hex(8), own
+        held.append(port)
+        return port.getsockname()[1], "", own
 
     number, run, first = objects.run_on_root(comm, "init", bind)
     values = {**place, _ADDRESS: host, _PORT: str(number)}
@@ -97,9 +92,13 @@ def give(
         claimed = {**place, **own, **kept}
         wrong = {name: f"MPI says {value}" for name, value in place.items() if claimed[name] != value}
         wrong |= {name: f"rank 0 has {value or 'none'}" for name, value in first.items() if claimed[name] != value}
-        text = ", ".join(f"{name}={claimed[name]}, but {value}" for name, value in wrong.items())
-        texts = objects.all_gather_object(comm, text and coded("HD106", f"{text}: unset {' '.join(wrong)}"))
-        objects.raise_problems("run", {rank: text for rank, text in enumerate(texts) if text})
+
+        def check() -> None:
+            if wrong:
+                text = ", ".join(f"{name}={claimed[name]}, but {value}" for name, value in wrong.items())
+                raise LaunchError("HD106", f"{text}: unset {' '.join(wrong)}")
+
+        objects.run_on_all(comm, "run", check)
         if _THREADS in values.keys() - kept.keys():
             torch.set_num_threads(1)
     wanted = {**values, **kept, **launcher.GIVEN}

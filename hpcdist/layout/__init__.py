@@ -5,7 +5,6 @@ Layouts give the box of each rank; the rest is the arithmetic that layouts and t
 
 from hpcdist.layout.box import (
     Box,
-    Overlaps as Overlaps,
     boxes as boxes,
     overlaps as overlaps,
     run_boxes as run_boxes,
@@ -23,7 +22,6 @@ from hpcdist.layout.layouts import (
     balance as balance,
     block as block,
     block_range as block_range,
-    chunk as chunk,
     counts_of as counts_of,
     displs as displs,
     pieces as pieces,

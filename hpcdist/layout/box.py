@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
+Shape = tuple[int, ...]
 _FEW = 64  # boxes that are compared one by one rather than searched
 
 
@@ -194,7 +195,7 @@ def run_boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
 class BoxSequence(ABC):
     """Boxes of one tensor, of the shape `shape`."""
 
-    shape: tuple[int, ...]
+    shape: Shape
 
     @abstractmethod
     def __len__(self) -> int: ...

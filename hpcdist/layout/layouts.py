@@ -12,11 +12,10 @@ from operator import index
 from typing import Protocol
 
 from hpcdist.errors import refusal
-from hpcdist.layout.box import Box, whole
+from hpcdist.layout.box import Box, Shape, whole
 
 _wrong = partial(refusal, ValueError, "HD213")
 
-Shape = tuple[int, ...]
 Counts = str | tuple[int, ...] | None
 
 

@@ -7,7 +7,7 @@ next groups, and ranks with different names hang.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 
 from hpcdist import layout, torch_names
 from hpcdist.layout import limits
-from hpcdist.routes.route import Message, Method, Route, Vector, cut
+from hpcdist.routes.route import Message, Method, Route, Step, Vector, cut
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import as_bytes
 
@@ -44,8 +44,7 @@ class _C10d(Route):
             # A separate connection: a group that waits locks its connection, also for groups in other threads.
             if torch_names.default_store is None:
                 raise torch_names.need("the store of the default group", f"route {self.name}")
-            own: Store = torch_names.default_store().clone()
-            store = PrefixStore(f"hpcdist/{team.number}/{self.name}", own)
+            store = PrefixStore(f"hpcdist/{team.number}/{self.name}", torch_names.default_store().clone())
             with team.settings.making_group():
                 group = self.make(store, team, team.settings.timeout + _LATER)
             team.torch_groups[self.name] = group
@@ -55,9 +54,7 @@ class _C10d(Route):
     def make(self, store: Store, team: Team, timeout: timedelta) -> Any:
         """Create the torch backend. Collective over the team."""
 
-    def start(
-        self, team: Team, sends: list[Message], recvs: list[Message], longest: int
-    ) -> Sequence[Callable[[], object]]:
+    def start(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> Sequence[Step]:
         # Both backends keep the order of messages between two ranks: pieces need no tags.
         if team.size == 1:
             return ()

@@ -22,10 +22,10 @@ from hpcdist.errors import FileError, reason
 from hpcdist.formats import plain
 from hpcdist.formats.contents import Dataset
 from hpcdist.formats.hdf5 import HDF5
-from hpcdist.formats.paths import check_folder, lock, patiently, sweep
+from hpcdist.formats.paths import check_folder, check_shared, lock, sweep
 from hpcdist.formats.plain import page_size
 from hpcdist.process import abort
-from hpcdist.routes.route import Ints, Message, Method, Route, Vector, cut
+from hpcdist.routes.route import Ints, Message, Method, Route, Step, Vector, cut
 from hpcdist.tensors.storage import as_bytes
 
 if TYPE_CHECKING:
@@ -43,12 +43,10 @@ class _Hdf5(Route):
 
     def allgatherv_sends(self, team: Team, what: Vector, send: Tensor, recv: Tensor) -> None:
         with _staged(team, what.counts) as file:
-            file.write([(file.starts[team.rank], as_bytes(send))])
-            file.read(list(zip(file.starts, cut(recv, what.counts, what.displs), strict=True)))
+            file.each(plain.write_at, [(file.starts[team.rank], as_bytes(send))])
+            file.each(plain.read_at, list(zip(file.starts, cut(recv, what.counts, what.displs), strict=True)))
 
-    def start(
-        self, team: Team, sends: list[Message], recvs: list[Message], longest: int
-    ) -> Sequence[Callable[[], object]]:
+    def start(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> Sequence[Step]:
         # In the file: the messages of rank 0, then those of rank 1, ...
         table: list[list[tuple[int, int]]] = objects.all_gather_object(
             team.comm, [(dest, block.numel()) for dest, block in sends]
@@ -57,8 +55,8 @@ class _Hdf5(Route):
         if messages:
             with _staged(team, [nbytes for _, _, nbytes in messages]) as file:
                 starts = {(source, dest): start for (source, dest, _), start in zip(messages, file.starts, strict=True)}
-                file.write([(starts[team.rank, dest], block) for dest, block in sends])
-                file.read([(starts[source, team.rank], block) for source, block in recvs])
+                file.each(plain.write_at, [(starts[team.rank, dest], block) for dest, block in sends])
+                file.each(plain.read_at, [(starts[source, team.rank], block) for source, block in recvs])
         return ()
 
 
@@ -72,7 +70,7 @@ class StagingPlace(NamedTuple):
 
     path: str
     token_at: int
-    token: str
+    token: bytes
     starts: list[int]
 
 
@@ -86,17 +84,14 @@ def check_visible(place: StagingPlace) -> None:
     def unseen() -> str | None:
         try:
             with open(place.path, "rb") as file:
-                file.seek(place.token_at)
-                return None if file.read(16).hex() == place.token else "another file by that name on this rank"
+                seen = os.pread(file.fileno(), len(place.token), place.token_at)
+                return None if seen == place.token else "another file by that name on this rank"
         except FileNotFoundError:
             return "not seen by this rank"
         except OSError as error:
             return f"cannot be read by this rank ({reason(error)})"
 
-    if (problem := patiently(unseen)) is not None:
-        raise FileError("HD413", f"{place.path}: {problem}: the folder is not shared by all nodes")
-    if not os.access(place.path, os.R_OK | os.W_OK):
-        raise FileError("HD410", f"{place.path}: cannot be written by this rank")
+    check_shared(place.path, unseen)
 
 
 class _File:
@@ -131,23 +126,15 @@ class _File:
             os.close(self.fd)
             self.fd = None
 
-    def write(self, messages: list[tuple[int, Tensor]]) -> None:
-        """Write (offset, bytes) on every rank. Collective."""
-        self._each(messages, os.O_WRONLY, plain.write_at)
+    def each(self, step: Callable[[int, int, memoryview], None], messages: list[tuple[int, Tensor]]) -> None:
+        """Write (offset, bytes) on every rank, or read into them, by `step`. Collective."""
 
-    def read(self, messages: list[tuple[int, Tensor]]) -> None:
-        """Read the messages on every rank from their offsets. Collective."""
-        self._each(messages, os.O_RDONLY, plain.read_at)
-
-    def _each(
-        self, messages: list[tuple[int, Tensor]], flags: int, step: Callable[[int, int, memoryview], None]
-    ) -> None:
         def run() -> None:
-            fd = os.open(self._place.path, flags | os.O_CLOEXEC) if self.fd is None else self.fd
+            fd = os.open(self._place.path, os.O_RDWR | os.O_CLOEXEC) if self.fd is None else self.fd
             try:
                 for offset, message in messages:
                     step(fd, offset, plain.memory(message))
-                if self.fd is None and flags == os.O_WRONLY:
+                if self.fd is None:
                     os.fsync(fd)
             finally:
                 if self.fd is None:
@@ -195,13 +182,11 @@ def _create(folder: str, lengths: Ints, cleanup: ExitStack) -> StagingPlace:
         page = page_size(Path(folder))
         padded = [-(-n // page) * page for n in lengths]
         dataset = Dataset("messages", (sum(padded) + 2 * page,), torch.uint8)
-        first = -(-(HDF5.create(Path(path), [dataset], {}).data[0] or 0) // page) * page
-        place = StagingPlace(
-            path, first, os.urandom(16).hex(), [first + page + start for start in layout.displs(padded)]
-        )
+        first = -(-HDF5.create(Path(path), [dataset], {}).data[0] // page) * page
+        place = StagingPlace(path, first, os.urandom(16), [first + page + start for start in layout.displs(padded)])
         with open(path, "r+b") as file:  # a client of a shared file system sends what it has when it closes
             file.seek(first)
-            file.write(bytes.fromhex(place.token))
+            file.write(place.token)
         return place
     except OSError as error:
         raise FileError("HD410", f"{folder}: a staging file cannot be created: {reason(error)}") from error

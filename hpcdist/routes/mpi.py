@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from hpcdist.comm.tuning import ALGORITHMS
 from hpcdist.control import objects
 from hpcdist.layout import limits
 from hpcdist.routes import node_copy
-from hpcdist.routes.route import Alltoall, Message, Method, Route, Vector, cut, nothing, others
+from hpcdist.routes.route import Alltoall, Message, Method, Route, Step, Vector, cut, nothing, others
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import as_bytes
 
@@ -70,9 +70,7 @@ class Mpi(Route):
             return True
         return rule.algorithm == "window" and node_copy.in_rounds(team, send, blocks)
 
-    def start(
-        self, team: Team, sends: list[Message], recvs: list[Message], longest: int
-    ) -> Sequence[Callable[[], object]]:
+    def start(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> Sequence[Step]:
         return [request.Wait for request in start(team.comm, sends, recvs)]
 
     def gatherv_mpi(self, team: Team, what: Vector, send: Tensor, recv: Tensor | None) -> None:
@@ -95,9 +93,7 @@ class Mpi(Route):
         if not node_copy.in_rounds(team, as_bytes(send), cut(recv, what.counts, what.displs)):
             self.allgatherv_sends(team, what, send, recv)
 
-    def alltoallv_mpi(
-        self, team: Team, what: Alltoall, send: Tensor, recv: Tensor, meanwhile: Callable[[], object] = nothing
-    ) -> None:
+    def alltoallv_mpi(self, team: Team, what: Alltoall, send: Tensor, recv: Tensor, meanwhile: Step = nothing) -> None:
         meanwhile()
         team.comm.Alltoallv(
             [memory(send), what.sendcounts, what.sdispls, MPI.BYTE],
@@ -105,7 +101,7 @@ class Mpi(Route):
         )
 
     def alltoallv_typed(
-        self, team: Team, what: Alltoall, send: Tensor, recv: Tensor, meanwhile: Callable[[], object] = nothing
+        self, team: Team, what: Alltoall, send: Tensor, recv: Tensor, meanwhile: Step = nothing
     ) -> None:
         if what.boxes is None:
             self.alltoallv_sends(team, what, send, recv, meanwhile)

@@ -9,7 +9,7 @@ MPI's own Allgatherv brings every rank its own copy over the wire.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import lcm, prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,7 +20,7 @@ from hpcdist import activity, layout
 from hpcdist.comm import messages
 from hpcdist.comm.node_memory import Topology, Window
 from hpcdist.layout import Box, limits
-from hpcdist.routes.route import Ints, Message, Method
+from hpcdist.routes.route import Ints, Message, Method, Step, nothing
 from hpcdist.tensors.storage import as_bytes, copyable, row_major
 
 if TYPE_CHECKING:
@@ -185,9 +185,7 @@ def _runs(matrix: _Matrix, ranks: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
-def _exchange(
-    team: Team, sends: list[Message], recvs: list[Message], meanwhile: Callable[[], None] = lambda: None
-) -> None:
+def _exchange(team: Team, sends: list[Message], recvs: list[Message], meanwhile: Step = nothing) -> None:
     """Exchange tensors of any strides; call `meanwhile` while they are in transit."""
     whole = [
         (rank, view, view if view.is_contiguous() else torch.empty_like(view, memory_format=torch.contiguous_format))

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Ints = Sequence[int]
 Message = tuple[int, Tensor]  # (a rank of the team, the bytes to send to it or to receive from it)
+Step = Callable[[], object]
+"""What is called while messages travel, or to wait for one."""
 
 
 def nothing() -> None:
@@ -148,7 +150,7 @@ class Route:
         sends: Iterable[Message],
         recvs: Iterable[Message],
         longest: int,
-        meanwhile: Callable[[], object] = nothing,
+        meanwhile: Step = nothing,
     ) -> None:
         """Send and receive separate messages concurrently, directly from and into their memory, and wait for them.
 
@@ -165,9 +167,7 @@ class Route:
         for wait in waits:
             wait()
 
-    def start(
-        self, team: Team, sends: list[Message], recvs: list[Message], longest: int
-    ) -> Sequence[Callable[[], object]]:
+    def start(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> Sequence[Step]:
         """Start to exchange messages with other ranks, none of them empty; return what waits for them."""
         raise NotImplementedError
 
@@ -196,7 +196,7 @@ class Route:
         self.exchange(team, enumerate([as_bytes(send)] * team.size), enumerate(blocks), what.longest)
 
     def alltoallv_sends(
-        self, team: Team, what: Alltoall, send: Tensor, recv: Tensor, meanwhile: Callable[[], object] = nothing
+        self, team: Team, what: Alltoall, send: Tensor, recv: Tensor, meanwhile: Step = nothing
     ) -> None:
         sends, recvs = cut(send, what.sendcounts, what.sdispls), cut(recv, what.recvcounts, what.rdispls)
         self.exchange(team, enumerate(sends), enumerate(recvs), what.longest, meanwhile)

@@ -5,7 +5,7 @@ A route for host memory moves GPU memory through two host buffers, in rounds of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from torch import Tensor
 from hpcdist import activity
 from hpcdist.errors import RankError, coded
 from hpcdist.layout import limits
-from hpcdist.routes.route import Message, Method, Route, Vector, cut
+from hpcdist.routes.route import Message, Method, Route, Step, Vector, cut
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.accelerator import MemoryKind
 from hpcdist.tensors.storage import Scratch, as_bytes
@@ -110,9 +110,7 @@ class StagedRoute(Route):
             self.route.prepare(team, "allgatherv", Vector.packed(now))(mine, target.memory)
             _copy([(part, host) for host, part in into])
 
-    def start(
-        self, team: Team, sends: list[Message], recvs: list[Message], longest: int
-    ) -> Sequence[Callable[[], object]]:
+    def start(self, team: Team, sends: list[Message], recvs: list[Message], longest: int) -> Sequence[Step]:
         source, target = _Host([block for _, block in sends]), _Host([block for _, block in recvs])
         for start, step in _rounds(longest, team.size):
             out, into = source.round(start, step), target.round(start, step)

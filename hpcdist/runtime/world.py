@@ -379,7 +379,7 @@ def _make(asked: Asked, implicit: bool = False) -> World:
     """Make the world, which ends with the program at the latest. Collective over all ranks."""
     global _world
     streams.reserve()
-    forks.claim(os.environ, launcher.has_rank(os.environ))
+    forks.claim(os.environ, bool(launcher.described(os.environ)))
     env_timeout, env_cache = os.environ.get("HPCDIST_TIMEOUT"), os.environ.get("HPCDIST_CACHE")
     with starting_mpi(asked.timeout, env_timeout, launcher.described(os.environ)):
         comm = launcher.job(asked.comm, os.environ)

@@ -57,10 +57,10 @@ def agreed(
         yield arguments[0]
 
 
-def positive(name: str, value: Any) -> int:
-    """A number of bytes, at least 1."""
+def window_bytes(value: Any) -> int:
+    """The bytes of `window`, at least 1."""
     if index(value) < 1:
-        raise ArgumentError("HD419", f"{name} is {value}, expected a number of bytes >= 1")
+        raise ArgumentError("HD419", f"window is {value}, expected a number of bytes >= 1")
     return index(value)
 
 
@@ -150,7 +150,7 @@ def flatten(tensors: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def nest(flat: Mapping[str, Any], prefix: str = "") -> Any:
+def nest(flat: Mapping[str, Any], prefix: str) -> Any:
     """The nested dict of these paths, without `prefix`; the tensor itself, if its name is `prefix`.
 
     Raises:

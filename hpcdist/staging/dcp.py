@@ -60,9 +60,9 @@ from hpcdist.formats.hdf5 import table_of
 from hpcdist.formats.known import describe
 from hpcdist.formats.paths import sync
 from hpcdist.layout import Box
-from hpcdist.layout.box import Ints, Listed
+from hpcdist.layout.box import Ints, Listed, Shape
 from hpcdist.runtime.background import join_uploads
-from hpcdist.staging.arguments import flatten, hdf5_path, shape_and_dtype
+from hpcdist.staging.arguments import flatten, hdf5_path, shape_and_dtype, window_bytes
 from hpcdist.staging.drivers import PartFile
 from hpcdist.staging.pieces import outgoing, piece_limit
 from hpcdist.staging.reader import NAPS, OpenFiles, TensorReader, open_files
@@ -82,8 +82,7 @@ class _OneFile:
 
     def __init__(self, path: str | os.PathLike[str], window: int) -> None:
         super().__init__()
-        if window < 1:
-            raise refusal(ValueError, "HD419", f"window is {window}, expected a number of bytes >= 1")
+        window_bytes(window)
         self._path = os.fsdecode(path)
 
     @property
@@ -194,7 +193,7 @@ class HDF5Reader(_OneFile, StorageReader):
         planned = self._contents
         assert planned is not None
         find = lambda: planned if files in (None, planned.files) else replace(describe(self._path), files=files)  # noqa: E731
-        opened = open_files(find, lambda sees: [sees()])
+        opened = open_files(find)
         if _specs(opened.contents) != _specs(planned):
             opened.close()
             raise FileError("HD413", f"{self._path}: was another file when this rank planned what it reads")
@@ -203,7 +202,7 @@ class HDF5Reader(_OneFile, StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's items, tensors in the order of the file."""
         tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
-        with self._open(getattr(plan, "storage_data", None)) as files:
+        with self._open(plan.storage_data) as files:
             contents = files.contents
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
@@ -482,7 +481,7 @@ def plan_file(plans: Sequence[SavePlan], window: int) -> tuple[list[Dataset], li
     Raises:
         ValueError: a name that a file cannot have; or shards that do not agree, overlap, or leave something out.
     """
-    specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    specs: dict[str, tuple[Shape, torch.dtype]] = {}
     pieces: dict[str, list[Box]] = {}
     items: list[tuple[int, MetadataIndex, int, int]] = []
     for rank, plan in enumerate(plans):

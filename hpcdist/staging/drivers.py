@@ -20,11 +20,11 @@ import numpy as np
 from hpcdist import layout
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
-from hpcdist.errors import FileError, refusal
+from hpcdist.errors import refusal
 from hpcdist.formats import plain
 from hpcdist.formats.contents import Dataset, FileMap
 from hpcdist.formats.known import format_of
-from hpcdist.formats.paths import patiently
+from hpcdist.formats.paths import check_shared
 from hpcdist.layout import Box
 from hpcdist.layout.box import Ints
 
@@ -46,8 +46,7 @@ def missing() -> str | None:
 
     if h5py.get_config().mpi:
         return None
-    page = "docs/start/install.md describes the build with MPI"
-    return f"h5py {h5py.__version__} was built without MPI ({page})"
+    return f"h5py {h5py.__version__} was built without MPI (docs/start/install.md describes the build with MPI)"
 
 
 def active() -> tuple[str, str]:
@@ -211,17 +210,9 @@ class PartFile:
         self.checksums = format_of(name).checksums
 
     def see(self) -> None:
-        """Check that this rank sees the file, which another one has laid out. Caches of names may be some seconds out
-        of date.
-
-        Raises:
-            FileError: it does not, or it may not write there.
-        """
+        """Check that this rank sees the file, which another one has laid out: see check_shared()."""
         path = self.map.path
-        if patiently(lambda: None if os.path.exists(path) else "unseen") is not None:
-            raise FileError("HD413", f"{path}: not seen by this rank: the folder is not shared by all nodes")
-        if not os.access(path, os.R_OK | os.W_OK):
-            raise FileError("HD410", f"{path}: cannot be written by this rank")
+        check_shared(path, lambda: None if os.path.exists(path) else "not seen by this rank")
 
     def open(self) -> None:
         """Open the file, which this rank must see."""

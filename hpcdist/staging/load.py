@@ -21,15 +21,15 @@ from torch import Tensor
 from hpcdist import layout
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
-from hpcdist.errors import coded, listed, reason, refusal
+from hpcdist.errors import FileError, coded, listed, reason, refusal
 from hpcdist.formats.contents import Stored
 from hpcdist.formats.known import describe
 from hpcdist.layout import Box
 from hpcdist.layout.box import BoxSequence, Copies, Ints, Listed, Shards, grid, summed
 from hpcdist.runtime import world
 from hpcdist.runtime.plan import Plan, planners
-from hpcdist.staging.arguments import SINGLE, agreed, check_inside, check_memory, check_out, nest, positive
-from hpcdist.staging.pieces import ROUND, PiecePlan, block_bounds, deliver, exchange, piece_limit
+from hpcdist.staging.arguments import SINGLE, agreed, check_inside, check_memory, check_out, nest, window_bytes
+from hpcdist.staging.pieces import ROUND, PiecePlan, Progress, block_bounds, deliver, exchange, piece_limit
 from hpcdist.staging.reader import OpenFiles, TensorReader, open_files
 from hpcdist.staging.save import wait_for
 from hpcdist.staging.writer import WINDOW
@@ -130,9 +130,12 @@ def load(
     problems: list[str] = []
     with _opened(team, VERB, arguments) as call:
         result = _parts(call, problems) if into is None else _fill(call, problems)
-        found = enumerate(objects.all_gather_object(team.comm, problems[:1], VERB))
-        left = "" if into is None else "; into is incomplete"
-        objects.raise_problems(VERB, {rank: texts[0] + left for rank, texts in found if texts})
+
+        def check() -> None:
+            if problems:
+                raise FileError(problems[0] + ("" if into is None else "; into is incomplete"))
+
+        objects.run_on_all(team.comm, VERB, check)
     return result
 
 
@@ -164,7 +167,7 @@ class _Load:
     box: Box | None
     out: Tensor | None
     device: torch.device
-    progress: Callable[[int], None] | None
+    progress: Progress
     state: dict[str, Tensor]
     files: OpenFiles = field(init=False)
     wants: dict[str, BoxSequence] = field(init=False)
@@ -299,7 +302,7 @@ def _check(
         "path": os.fsdecode(path), "name": name,
         "dim": {k: _dim(dim[k]) for k in sorted(dim)} if isinstance(dim, Mapping) else _dim(dim),
         "counts": counts if counts is None or isinstance(counts, str) else tuple(index(c) for c in counts),
-        "window": positive("window", window), "verify": verify, "box": "not given" if box is None else "given",
+        "window": window_bytes(window), "verify": verify, "box": "not given" if box is None else "given",
         "into": "not given" if into is None else "given", "strict": bool(strict), "convert": bool(convert),
     }  # fmt: skip
     return _Load(team, same, mine, out, target, progress, state)
@@ -563,7 +566,7 @@ def _planned_load(*, group: Any, **arguments: Any) -> Plan:
             objects.raise_problems(_PLAN, {0: coded("HD419", "into is given, for which nothing is planned")})
         _plan(call, _PLAN)
         traffic = [_traffic(call, key) for key in call.tensors]
-        nbytes = sum(stored.nbytes() for stored in call.tensors.values())
+        nbytes = call.files.contents.nbytes()
     result = "pool" if pool.holds(nbytes, call.device) else "new"
     if call.out is not None:
         result = "out"

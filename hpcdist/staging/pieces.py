@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist import layout
+from hpcdist import activity, layout
 from hpcdist.comm.team import Team
+from hpcdist.errors import reason, refusal
 from hpcdist.layout import Box
-from hpcdist.layout.box import BoxSequence, Copies, Ints, Listed, Shards, grid, summed
+from hpcdist.layout.box import BoxSequence, Copies, Ints, Listed, Shape, Shards, grid, summed
 from hpcdist.process import abort
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import Scratch, as_bytes, bits
@@ -24,6 +25,8 @@ from hpcdist.validation.local import ArgumentError
 ROUND = 2**24  # bytes of a piece that ranks collect: its memory is soon reused
 PIECE = 2**26  # bytes of a piece at most: the unit of writing, of checksums, and of resuming
 
+Progress = Callable[[int], None] | None
+"""Called with the number of bytes that have just been read or written."""
 _Views = list[tuple[int, Tensor]]  # by rank
 _MOST_BYTES = 2**63 - 1  # of a file
 _MOST_DIMS = 32  # of HDF5
@@ -52,6 +55,17 @@ def check_pieces(shape: Sequence[int], itemsize: int, limit: int) -> None:
             "HD419",
             f"has {size:,} bytes, in more than {MOST_PIECES:,} pieces of {limit * itemsize:,}: window is too small",
         )
+
+
+def report(progress: Progress, nbytes: int) -> None:
+    """Report so many bytes to the caller's `progress`; a ValueError if that fails."""
+    activity.touch()
+    if progress is not None:
+        try:
+            progress(nbytes)
+        except Exception as error:
+            what = f"progress raised {type(error).__name__}: {reason(error)}"
+            raise refusal(ValueError, "HD309", what) from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,8 +146,8 @@ class PiecePlan:
 
 
 def plan_save(
-    team: Team, shards: Sequence[tuple[tuple[int, ...], torch.dtype, int | None]], window: int
-) -> Iterator[tuple[tuple[int, ...], OwnPieces | PiecePlan]]:
+    team: Team, shards: Sequence[tuple[Shape, torch.dtype, int | None]], window: int
+) -> Iterator[tuple[Shape, OwnPieces | PiecePlan]]:
     """Plan how the ranks write tensors: yield the shape of each whole, and the plan. Collective.
 
     If a shard is one run of the file, its rank writes it, and needs to know only where it begins: a scan and a sum of a
@@ -168,8 +182,7 @@ def plan_save(
             extent = int(total[i, 0]) + int(total[i, 1]) * _HALF if along is None else sum(along.tolist())
             whole = (*shape[:dim], extent, *shape[dim + 1 :])
         check_shape(whole, dtype.itemsize)
-        alone = along is not None and np.count_nonzero(along) < 2  # one rank has all
-        if along is not None and dim is not None and not alone:
+        if along is not None and dim is not None and np.count_nonzero(along) > 1:
             limit = max(1, min(limits[i], min(ROUND, window // team.size) // dtype.itemsize))
             check_pieces(whole, dtype.itemsize, limit)
             boxes = grid(whole, limit)
@@ -182,7 +195,7 @@ def plan_save(
         if dim is None:
             rows = layout.block_range(len(boxes), team.size, team.rank)
             first, count = rows.start, len(boxes)
-        elif alone:
+        elif along is not None:  # one rank has all
             count = len(grid(whole, limits[i]))
         else:
             origin[dim] = int(before[i, 0]) + int(before[i, 1]) * _HALF

@@ -32,8 +32,8 @@ from hpcdist.staging.arguments import (
     check_out,
     flatten,
     hdf5_path,
-    positive,
     shape_and_dtype,
+    window_bytes,
 )
 from hpcdist.staging.pieces import MOST_PIECES, PIECE
 from hpcdist.staging.reader import TensorReader, open_files
@@ -120,7 +120,7 @@ class ReadFile:
 
     def __init__(self, path: str, window: int) -> None:
         self._window = window
-        self._files = open_files(lambda: describe(path), lambda sees: [sees()])
+        self._files = open_files(lambda: describe(path))
         self._contents, self._open = self._files.contents, True
         self.names = list(self._contents.tensors)
         self.left_out = self._contents.external | self._contents.left_out
@@ -214,7 +214,7 @@ class WriteFile:
 
     def __init__(self, team: Team, path: Any, tensors: Any, attrs: Any, window: Any) -> None:
         def check() -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-            limit = positive("window", window)
+            limit = window_bytes(window)
             specs = {name: shape_and_dtype(name, spec, limit) for name, spec in flatten(tensors or {}).items()}
             check_attrs(attrs, specs)
             given = {name: dict(values) for name, values in (attrs or {}).items()}
@@ -230,7 +230,7 @@ class WriteFile:
             options = SaveOptions("posix", same["window"], attrs=given.get("", {}))
             self._file = FileWriter(team, VERB, same["path"], datasets, options, opens_together=True)
             self._written = [_Written(dataset) for dataset in datasets]
-            self._index = {dataset.name: i for i, dataset in enumerate(datasets)}
+            self._index = {name: i for i, name in enumerate(specs)}
             self._open = True
 
     def write(self, name: str, x: Tensor, offset: Sequence[int]) -> None:

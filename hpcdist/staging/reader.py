@@ -12,16 +12,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hpcdist import activity, layout
-from hpcdist.errors import FileError, reason, refusal
+from hpcdist import layout
+from hpcdist.errors import FileError
 from hpcdist.formats import plain, torch_files
-from hpcdist.formats.contents import Contents, Slices, Stored, Table, boxes_of
+from hpcdist.formats.contents import Contents, FileParts, Slices, Stored, Table, boxes_of
 from hpcdist.formats.known import format_of
 from hpcdist.formats.paths import file_errors, open_regular
 from hpcdist.formats.plain import Raw, memory
 from hpcdist.layout import Box
 from hpcdist.layout.box import Listed
-from hpcdist.staging.pieces import incoming, piece_limit
+from hpcdist.staging.pieces import Progress, incoming, piece_limit, report
 from hpcdist.tensors import accelerator
 from hpcdist.tensors.storage import bits
 
@@ -64,13 +64,15 @@ class OpenFiles:
         self.close()
 
 
-def open_files(find: Callable[[], Contents], on_all: Callable[[Callable[[], bool]], Sequence[bool]]) -> OpenFiles:
+def open_files(
+    find: Callable[[], Contents], on_all: Callable[[Callable[[], bool]], Sequence[bool]] = lambda sees: [sees()]
+) -> OpenFiles:
     """Open all files of a description. A file may be replaced meanwhile, and caches of names may be some seconds out of
     date: it is described and opened again then.
 
     Args:
         find: describes them.
-        on_all: runs a step on every rank that opens them, and returns all results.
+        on_all: runs a step on every rank that opens them, and returns all results; by default, on this rank alone.
     """
     naps = list(NAPS)
     while True:
@@ -109,7 +111,7 @@ class TensorReader:
     stored: Stored
     window: int
     verify: bool | None = None
-    progress: Callable[[int], None] | None = None
+    progress: Progress = None
     _checked: set[int] = field(default_factory=set, init=False)
     _rows: tuple[int, Table, Listed] = field(init=False)  # the number of the first, the rows, and their boxes
     _library: tuple[int, Slices] | None = field(default=None, init=False)  # for this descriptor
@@ -187,13 +189,7 @@ class TensorReader:
                 self.check(row)
             with self._errors():
                 self._read(box, target)
-        activity.touch()
-        if self.progress is not None:
-            try:
-                self.progress(target.nbytes)
-            except Exception as error:
-                what = f"progress raised {type(error).__name__}: {reason(error)}"
-                raise refusal(ValueError, "HD309", what) from error
+        report(self.progress, target.nbytes)
 
     def check(self, row: int) -> None:
         """Read a piece and compare its checksum, unless that was done before; a FileError if it is damaged."""
@@ -215,7 +211,7 @@ class TensorReader:
         if self.stored.raw is not None:
             self.stored.raw.read(self.fd, box, out, self.window)
         elif self.stored.parts is not None:
-            self._read_parts(box, out)
+            self._read_parts(self.stored.parts, box, out)
         else:
             limit = max(1, self.window // (2 * out.itemsize))  # the library has a copy of its own
             for part in layout.boxes(box, limit):
@@ -231,31 +227,20 @@ class TensorReader:
         except FileError as error:
             raise FileError(str(error).replace(path, self.path)) from error
 
-    def _read_parts(self, box: Box, out: Tensor) -> None:
-        boxes = self.stored.part_boxes
-        for row in boxes.intersecting(box).tolist():
-            part = boxes[row]
-            common = part.intersect(box)
+    def _read_parts(self, parts: FileParts, box: Box, out: Tensor) -> None:
+        for row in parts.boxes.intersecting(box).tolist():
+            part, (k, start, nbytes) = parts.boxes[row], parts.places[row].tolist()
+            common, path = part.intersect(box), parts.files[k]
             target, inner = out[common.slices(box.offset)], common.relative_to(part.offset)
-            fd, where = self._located(row, part)
+            fd = self.files.fd(path)
+            if self._part is None or self._part[0] != row:
+                what = f"{path}: {self.stored.name}"
+                self._part = row, torch_files.part_of(what, fd, start, nbytes, part, self.stored.dtype)
+            _, where = self._part
             if isinstance(where, Tensor):
                 bits(target).copy_(bits(where[inner.slices()]))
             else:
                 where.read(fd, inner, target, self.window)
-
-    def _located(self, row: int, part: Box) -> tuple[int, Raw | Tensor]:
-        """Return the place of a part, or the part itself if it can only be read whole; and its file's descriptor."""
-        parts, dtype = self.stored.parts, self.stored.dtype
-        assert parts is not None
-        k, start, nbytes = parts.places[row].tolist()
-        path = parts.files[k]
-        fd = self.files.fd(path)
-        if not nbytes:
-            return fd, Raw(path, start, part.shape, dtype)
-        if self._part is None or self._part[0] != row:
-            what = f"{path}: {self.stored.name}"
-            self._part = row, torch_files.part_of(what, fd, start, nbytes, part, dtype)
-        return fd, self._part[1]
 
     def _read_piece(self, box: Box, target: Tensor) -> int:
         """Read a piece into contiguous host memory; its checksum."""

@@ -9,7 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from importlib import import_module
 from operator import index
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -29,9 +29,9 @@ from hpcdist.staging.arguments import (
     check_attrs,
     check_safetensors,
     flatten,
-    positive,
     shard_size,
     target_path,
+    window_bytes,
 )
 from hpcdist.staging.pieces import OwnPieces, PiecePlan, collect, outgoing, plan_save
 from hpcdist.staging.writer import WINDOW, FileWriter, SaveOptions
@@ -43,6 +43,16 @@ from hpcdist.validation.local import ArgumentError
 
 if TYPE_CHECKING:
     from hpcdist.comm.team import GroupLike
+
+    class _Options(TypedDict, total=False):
+        attrs: Mapping[str, Mapping[str, Any]] | None
+        window: int
+        writer: str
+        resume: bool
+        max_shard_size: int | str | None
+        progress: Callable[[int], None] | None
+        buffer: int | None
+        group: GroupLike | None
 
 
 VERB = "staging.save"
@@ -57,14 +67,7 @@ def save(
     dim: int | Mapping[str, int | None] | None = 0,
     *,
     async_op: Literal[False] = False,
-    attrs: Mapping[str, Mapping[str, Any]] | None = None,
-    window: int = WINDOW,
-    writer: str = "auto",
-    resume: bool = False,
-    max_shard_size: int | str | None = None,
-    progress: Callable[[int], None] | None = None,
-    buffer: int | None = None,
-    group: GroupLike | None = None,
+    **options: Unpack[_Options],
 ) -> None: ...
 @overload
 def save(
@@ -73,14 +76,7 @@ def save(
     dim: int | Mapping[str, int | None] | None = 0,
     *,
     async_op: Literal[True],
-    attrs: Mapping[str, Mapping[str, Any]] | None = None,
-    window: int = WINDOW,
-    writer: str = "auto",
-    resume: bool = False,
-    max_shard_size: int | str | None = None,
-    progress: Callable[[int], None] | None = None,
-    buffer: int | None = None,
-    group: GroupLike | None = None,
+    **options: Unpack[_Options],
 ) -> Handle[None]: ...
 def save(
     path: str | os.PathLike[str],
@@ -247,7 +243,7 @@ def _check(
     check_attrs(attrs, given)
     attrs = attrs or {}
     same: dict[str, Any] = {
-        "path": target_path(path), "window": positive("window", window), "writer": _driver_of(writer),
+        "path": target_path(path), "window": window_bytes(window), "writer": _driver_of(writer),
         "resume": bool(resume), "max_shard_size": shard_size(max_shard_size, os.fsdecode(path)),
     }  # fmt: skip
     if same["path"].endswith(safetensors.SUFFIX):

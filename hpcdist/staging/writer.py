@@ -8,7 +8,7 @@ torch.distributed.checkpoint, which has a coordinator and no team, uses these tw
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from hpcdist import activity
 from hpcdist.comm.team import Team
 from hpcdist.control import objects
 from hpcdist.errors import FileError, HpcdistError, RankError, coded, reason
@@ -32,6 +31,7 @@ from hpcdist.layout import Box
 from hpcdist.layout.box import Ints, run_starts, runs, summed
 from hpcdist.staging import drivers
 from hpcdist.staging.drivers import MpioFile, PartFile
+from hpcdist.staging.pieces import Progress, report
 
 WINDOW = 2**28  # bytes per rank, of what is not the caller's tensors
 _COMPARED = 2**22  # bytes of a piece that are compared at a time
@@ -55,7 +55,7 @@ class SaveOptions:
     resume: bool = False
     attrs: Mapping[str, Any] = field(default_factory=dict)
     limit: int | None = None
-    progress: Callable[[int], None] | None = None
+    progress: Progress = None
 
 
 class Target:
@@ -65,14 +65,13 @@ class Target:
         self.path, self.datasets = path, datasets
         self.format = format_of(path)
         self._options = options
-        self._resume = options.resume
         self._commit: Commit | None = None
 
     def lay_out(self) -> FileMap:
         """Lay out the file, or its unfinished part to resume."""
         with write_errors(self.path), ExitStack() as stack:
             stack.callback(self.discard)
-            commit = self._commit = Commit(self.path, self._resume)
+            commit = self._commit = Commit(self.path, self._options.resume)
             there = 0 if commit.left is None else os.fstat(commit.left).st_blocks * 512
             check_target(self.path, sum(d.nbytes() for d in self.datasets) - there)
             made = self.format.create(commit.part, self.datasets, self._options.attrs)
@@ -117,7 +116,7 @@ class Target:
     def discard(self) -> None:
         """Discard the save; the target is unchanged. The unfinished file stays if it may be resumed."""
         if self._commit is not None:
-            self._commit.discard(keep=self._resume)
+            self._commit.discard(keep=self._options.resume)
             self._commit = None
 
 
@@ -164,7 +163,10 @@ class RankWriter:
                     self.written[i, row] = box, digest.intdigest()
             except Exception as error:
                 self.fail(error)
-        self.report(piece.nbytes)
+        try:
+            report(self._options.progress, piece.nbytes)
+        except ValueError as error:  # the caller's own; the ranks must end this call together
+            self.problem = self.problem or str(error)
 
     def write(self, i: int, box: Box, data: memoryview, digest: Any = None) -> bool:
         """Write a box of a dataset, and update the checksum with it.
@@ -239,15 +241,6 @@ class RankWriter:
         if self.problem is None:
             text = coded("HD410", f"{self.files[0].name}: writing failed: {reason(error)}")
             self.problem = str(error) if isinstance(error, HpcdistError) else text
-
-    def report(self, nbytes: int) -> None:
-        """Report so many bytes to the caller's `progress`."""
-        activity.touch()
-        try:
-            if self._options.progress is not None:
-                self._options.progress(nbytes)
-        except Exception as error:  # the caller's own; the ranks must end this call together
-            self.problem = self.problem or coded("HD309", f"progress raised {type(error).__name__}: {reason(error)}")
 
 
 class FileWriter(RankWriter):

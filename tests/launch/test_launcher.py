@@ -6,7 +6,7 @@ import sys
 import pytest
 from launch import launcher, run
 
-from hpcdist.launch.launcher import VARIABLES, alone, has_rank, nearest, number, on_node, without_launcher
+from hpcdist.launch.launcher import VARIABLES, alone, described, nearest, number, on_node, without_launcher
 
 TORCH = {"WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1"}
 ELASTIC = {**TORCH, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "some"}
@@ -67,7 +67,7 @@ def test_a_launcher_is_recognised(place):
     found = nearest(environ)
     assert found[0].name == name
     assert (found[2], number(environ), on_node(environ)) == (4, 3, (1, local_size))
-    assert has_rank(environ)
+    assert described(environ)
     problem = alone(environ, 1, "the library in use") or ""
     assert problem.startswith(f"this process is alone in its MPI world, but {found[1]}=4: {name} started 4 processes")
     for part in ("The library is the library in use.", fix, f"{one}, or hpcdist.init(MPI.COMM_SELF)"):

@@ -14,7 +14,7 @@ from nccl_rules import STAND_IN
 import hpcdist as hd
 from hpcdist.comm import team as teams
 from hpcdist.comm.tuning import ALGORITHMS, Rule
-from hpcdist.formats import plain
+from hpcdist.formats import paths, plain
 from hpcdist.layout import limits as sizes
 from hpcdist.routes import c10d, hdf5_files, mpi, select
 from hpcdist.routes.route import Alltoall, Vector
@@ -278,7 +278,9 @@ def test_a_staging_folder_that_cannot_be_used(world, rank, size, tmp_path, monke
     fails("the staging folder: no such folder")
     change_settings(monkeypatch, world, staging=str(folder))
     if rank == size - 1:
-        monkeypatch.setattr(hdf5_files, "patiently", lambda look: "another file by that name on this rank")
+        monkeypatch.setattr(paths, "PATIENCE", 0)
+        other = lambda: "another file by that name on this rank"  # noqa: E731
+        monkeypatch.setattr(hdf5_files, "check_shared", lambda path, look: paths.check_shared(path, other))
     fails("the folder is not shared by all nodes")
     monkeypatch.undo()
     change_settings(monkeypatch, world, staging=str(folder))
