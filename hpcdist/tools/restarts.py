@@ -38,12 +38,13 @@ _END = 5.0  # seconds in which the ranks end after one has written its facts
 _LOOK = 0.5  # seconds between two looks at the facts
 _PART, _TAIL = 1 << 16, 1 << 20  # bytes of the ranks' output: at once, and the last ones, where a launcher tells why
 _LEAST = 60.0  # seconds of the job that a restart is worth
-# What launchers print of ranks that were killed, and srun of one that has ended by itself, after which it kills others.
-_ENDED = re.compile(
-    rb"srun: error: (\S+): tasks? [\d,-]+: (Killed|Bus error|Out Of Memory|Exited)"
+# What launchers print of a rank that was killed. srun kills the others after one that has ended by itself, too.
+_KILLED = re.compile(
+    rb"srun: error: (\S+): tasks? [\d,-]+: (?:Killed|Bus error|Out Of Memory)"
     rb"|process rank \d+ with PID \d+ on node (\S+) exited on signal [79] "  # Open MPI
     rb"|(\S+): shepherd died from signal 9\b"  # PALS
 )
+_BY_ITSELF = b": Exited with exit code"  # srun
 
 
 class Supervisor(Namespace):
@@ -152,8 +153,8 @@ class Supervisor(Namespace):
             if runs and time.monotonic() > end:
                 self.cancel()
                 child.kill()
-        ended = [(by_srun or other or pals, how) for by_srun, how, other, pals in _ENDED.findall(said)]
-        killed = ended[0][0].decode() if ended and all(how != b"Exited" for _, how in ended) else ""
+        found = None if _BY_ITSELF in said else _KILLED.search(said)
+        killed = next(filter(None, found.groups())).decode() if found else ""
         return child.returncode if child.returncode >= 0 else 128 - child.returncode, killed
 
     def cancel(self) -> None:
@@ -177,7 +178,7 @@ class Supervisor(Namespace):
         while waits := [node for group, test in tests if test.poll() is None for node in group]:
             answered = sum(len(group) for group, test in tests if test.returncode == 0)
             enough = answered >= self.nodes and doubted.issuperset(map(short, waits))
-            if time.monotonic() > begun + (min(_SOON, seconds) if enough else seconds):
+            if time.monotonic() > begun + (_SOON if enough else seconds):
                 break
             time.sleep(0.05)
         for _, test in tests:
