@@ -555,7 +555,9 @@ def _agree_on(
 
 def _start_trace(comm: MPI.Intracomm, folder: str | os.PathLike[str]) -> None:
     """Record the calls of all ranks from here on. Collective over `comm`; raises the same on all ranks."""
-    job = comm.bcast(f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.urandom(4).hex()}")
+    job = objects.run_on_root(
+        comm, "init", lambda: f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.urandom(4).hex()}"
+    )
     objects.run_on_all(comm, "init", lambda: recording.start(os.fspath(folder), job, comm.rank, comm.size))
     assert recording.current is not None
     recording.current.compare_clocks(comm)

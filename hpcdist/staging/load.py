@@ -453,8 +453,8 @@ def _fill(call: _Load, problems: list[str]) -> IncompatibleKeys:
         everywhere = objects.all_gather_object(comm, held, VERB)
         boxes = {key: [(rank, *of) for rank, all_ in enumerate(everywhere) for of in all_[key]] for key in shared}
         tables = objects.run_on_root(comm, VERB, lambda: [call.tensors[key].with_table() for key in shared])
-        readers = [TensorReader(call.files, stored, window, verify, call.progress) for stored in tables]
-        _share(call, dict(zip(shared, readers, strict=True)), boxes, memory, problems)
+        readers = {of.name: TensorReader(call.files, of, window, verify, call.progress) for of in tables}
+        _share(call, readers, boxes, memory, problems)
     return keys
 
 

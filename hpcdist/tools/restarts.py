@@ -44,7 +44,6 @@ _KILLED = re.compile(
     rb"|process rank \d+ with PID \d+ on node (\S+) exited on signal [79] "  # Open MPI
     rb"|(\S+): shepherd died from signal 9\b"  # PALS
 )
-_BY_ITSELF = b": Exited with exit code"  # srun
 
 
 class Supervisor(Namespace):
@@ -153,7 +152,7 @@ class Supervisor(Namespace):
             if runs and time.monotonic() > end:
                 self.cancel()
                 child.kill()
-        found = None if _BY_ITSELF in said else _KILLED.search(said)
+        found = None if b": Exited with exit code" in said else _KILLED.search(said)
         killed = next(filter(None, found.groups())).decode() if found else ""
         return child.returncode if child.returncode >= 0 else 128 - child.returncode, killed
 
@@ -198,7 +197,7 @@ class Supervisor(Namespace):
         for file in folder.glob("*.json"):
             try:
                 facts = json.loads(file.read_bytes())
-                job, _, _ = (facts[name] for name in ("job", "rank", "host"))
+                job, _, _ = facts["job"], facts["rank"], facts["host"]
             except (OSError, ValueError, TypeError, LookupError):
                 say(f"{file} has no facts, and is ignored")
                 continue

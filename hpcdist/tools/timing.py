@@ -143,7 +143,7 @@ def measure(
             if FEWEST * costs[i] > budget and i:
                 timing.skipped = f"{FEWEST} rounds exceed the budget of {budget:g} s: a call takes {each:.2f} s"
                 del costs[i]
-    share = case.comm.bcast(until - time.monotonic()) / len(costs)
+    share = objects.all_gather_object(case.comm, until - time.monotonic())[0] / len(costs)
     taken = {i: min(rounds, max(FEWEST, int(share / cost))) for i, cost in costs.items()}
     taken[0] = total = max(taken.values())
     warm_up = WARM_UP if total > FEWEST else 0  # if so slow, the two earlier calls must suffice
@@ -157,7 +157,7 @@ def measure(
             if round_ >= 0:
                 timings[i].samples.append(seconds_of and float(f"{seconds_of:.4g}"))
         gc.collect()
-        if round_ + 1 >= FEWEST and case.comm.bcast(time.monotonic() > until + seconds):
+        if round_ + 1 >= FEWEST and objects.all_gather_object(case.comm, time.monotonic() > until + seconds)[0]:
             break
     gc.enable()
     return timings

@@ -274,7 +274,7 @@ def _start_mpi(facts: Facts) -> Steps[MPI.Intracomm | None]:
     facts["rank"] = comm.rank
     yield "MPI's first messages", TOGETHER
     local = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    facts["node"] = local.bcast(comm.rank)
+    facts["node"] = objects.all_gather_object(local, comm.rank)[0]
     facts["local_rank"] = local.rank
     local.Free()
     return comm
