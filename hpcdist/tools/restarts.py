@@ -72,22 +72,23 @@ class Supervisor(Namespace):
         errors: set[str] = set()
         saved, status, killed, facts = 0, 1, "", Path()
         for count in range(self.restarts + 1):
-            prefix, shared = f"hpcdist-{self.job}-run-{count}-", self.checkpoint.absolute().parent
-            self.folder = Path(tempfile.mkdtemp(prefix=prefix, dir=shared))
+            shared = self.checkpoint.absolute().parent
+            self.folder = Path(tempfile.mkdtemp(prefix=f"hpcdist-{self.job}-run-{count}-", dir=shared))
             told = self.read(facts) if count else []
             silent = self.silent(hosts, _ANSWER if count else _FIRST, lost_by(told))
             hosts = [host for host in hosts if host not in silent]
-            if silent:
+            if silent and not self.told:
                 say(f"left out: {', '.join(silent)} (no answer, or {shared} is not shared)")
             why = f"{self.nodes} nodes are needed, and {len(hosts)} are left" if len(hosts) < self.nodes else ""
+            why = "no start after a signal" if self.told else why
             if count:
                 before = errors
                 errors, lost = self.judge(told, silent, status, killed)
                 if errors & before and saved == self.saved():
                     why = "the fault is in the program: the same error twice, and nothing saved between the two"
                 blames.update(lost)
-            if why or self.told:
-                say(why or "no start after a signal")
+            if why:
+                say(why)
                 shutil.rmtree(self.folder, ignore_errors=True)
                 return status
             nodes = sorted(sorted(hosts, key=lambda host: blames[short(host)])[: self.nodes], key=hosts.index)
@@ -116,8 +117,10 @@ class Supervisor(Namespace):
 
     def saved(self) -> int:
         """Return when the checkpoint was last written; 0 if it does not exist."""
-        paths = (self.checkpoint, *self.checkpoint.rglob("*"))
-        return max((one.stat().st_mtime_ns for one in paths if one.exists()), default=0)
+        return max(
+            (one.stat().st_mtime_ns for one in (self.checkpoint, *self.checkpoint.rglob("*")) if one.exists()),
+            default=0,
+        )
 
     def on(self, nodes: list[str], words: list[str], once: bool = False) -> list[str]:
         """Return a command line of the launcher for these nodes; `once`: a file for mpirun names each once."""
@@ -178,13 +181,13 @@ class Supervisor(Namespace):
         while waits := [node for group, test in tests if test.poll() is None for node in group]:
             answered = sum(len(group) for group, test in tests if test.returncode == 0)
             enough = answered >= self.nodes and doubted.issuperset(map(short, waits))
-            if time.monotonic() > begun + (_SOON if enough else seconds):
+            if self.told or time.monotonic() > begun + (_SOON if enough else seconds):
                 break
             time.sleep(0.05)
         for _, test in tests:
             test.kill()
         failed = [node for group, test in tests if test.wait() for node in group]
-        return self.silent(failed, seconds, doubted, len(failed)) if failed and size > 1 else failed
+        return self.silent(failed, seconds, doubted, len(failed)) if failed and size > 1 and not self.told else failed
 
     def test(self, nodes: list[str]) -> subprocess.Popen[bytes]:
         """Begin a test of some nodes, which ends with 0 if each of them runs a command and has the folder of facts."""

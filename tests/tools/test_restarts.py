@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -227,6 +228,13 @@ def test_a_signal_while_nodes_are_tested_starts_nothing(run):
     status, out, started = run("exit 3", tools={"srun": srun})
     assert (status, len(started)) == (3, 1) and out.endswith("no start after a signal\n"), out
     assert len(list(Path().glob("hpcdist-*"))) == 1
+
+
+def test_after_a_signal_no_node_is_waited_for(run):
+    srun = SRUN.replace("exec test", "case $nodes in node2) kill -TERM $PPID; exec sleep 30 ;; esac; exec test")
+    begun = time.monotonic()
+    assert run("exit 0", tools={"srun": srun}) == (1, "hpcdist restarts: no start after a signal\n", [])
+    assert time.monotonic() < begun + 20
 
 
 def test_ranks_that_a_signal_ends_and_a_folder_that_is_gone(run):
