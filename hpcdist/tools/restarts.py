@@ -171,8 +171,8 @@ class Supervisor(Namespace):
     def silent(self, nodes: list[str], seconds: float, doubted: set[str], most: int = _TESTS) -> list[str]:
         """Return the nodes that do not run a command in time, or do not have the folder of facts.
 
-        There are at most so many tests at once. A test of several nodes that fails is followed by one of each. Nodes in
-        doubt do not have the whole time, if enough others answer.
+        There are at most so many tests, all at once. Each node of those that fail then has one of its own, with as much
+        time again. Nodes in doubt do not have the whole time, if enough others answer.
         """
         size = -(-len(nodes) // most)
         groups = [nodes[at : at + size] for at in range(0, len(nodes), size)]
