@@ -36,13 +36,13 @@ _SOON = 3.0  # the same, of a node that a rank blames, if there are enough other
 _TESTS = 64  # tests of nodes at once; with more nodes, each is of several
 _END = 5.0  # seconds in which the ranks end after one has written its facts
 _LOOK = 0.5  # seconds between two looks at the facts
-_PART, _TAIL = 1 << 16, 1 << 20  # bytes of the ranks' output: at once, and the last ones, where a launcher tells why
+_TAIL = 1 << 20  # bytes of the ranks' output: at once, as a pipe holds, and the last ones, where a launcher tells why
 _LEAST = 60.0  # seconds of the job that a restart is worth
 # What launchers print of a rank that was killed. srun kills the others after one that has ended by itself, too.
 _KILLED = re.compile(
     rb"srun: error: (\S+): tasks? [\d,-]+: (?:Killed|Bus error|Out Of Memory)"
     rb"|process rank \d+ with PID \d+ on node (\S+) exited on signal [79] "  # Open MPI
-    rb"|(\S+): shepherd died from signal 9\b"  # PALS
+    rb"|(?<!\S)(\S+): shepherd died from signal 9\b"  # PALS
 )
 
 
@@ -72,22 +72,23 @@ class Supervisor(Namespace):
         errors: set[str] = set()
         saved, status, killed, facts = 0, 1, "", Path()
         for count in range(self.restarts + 1):
-            prefix, shared = f"hpcdist-{self.job}-run-{count}-", self.checkpoint.absolute().parent
-            self.folder = Path(tempfile.mkdtemp(prefix=prefix, dir=shared))
+            shared = self.checkpoint.absolute().parent
+            self.folder = Path(tempfile.mkdtemp(prefix=f"hpcdist-{self.job}-run-{count}-", dir=shared))
             told = self.read(facts) if count else []
             silent = self.silent(hosts, _ANSWER if count else _FIRST, lost_by(told))
             hosts = [host for host in hosts if host not in silent]
-            if silent:
+            if silent and not self.told:
                 say(f"left out: {', '.join(silent)} (no answer, or {shared} is not shared)")
             why = f"{self.nodes} nodes are needed, and {len(hosts)} are left" if len(hosts) < self.nodes else ""
+            why = "no start after a signal" if self.told else why
             if count:
                 before = errors
                 errors, lost = self.judge(told, silent, status, killed)
                 if errors & before and saved == self.saved():
                     why = "the fault is in the program: the same error twice, and nothing saved between the two"
                 blames.update(lost)
-            if why or self.told:
-                say(why or "no start after a signal")
+            if why:
+                say(why)
                 shutil.rmtree(self.folder, ignore_errors=True)
                 return status
             nodes = sorted(sorted(hosts, key=lambda host: blames[short(host)])[: self.nodes], key=hosts.index)
@@ -116,8 +117,10 @@ class Supervisor(Namespace):
 
     def saved(self) -> int:
         """Return when the checkpoint was last written; 0 if it does not exist."""
-        paths = (self.checkpoint, *self.checkpoint.rglob("*"))
-        return max((one.stat().st_mtime_ns for one in paths if one.exists()), default=0)
+        return max(
+            (one.stat().st_mtime_ns for one in (self.checkpoint, *self.checkpoint.rglob("*")) if one.exists()),
+            default=0,
+        )
 
     def on(self, nodes: list[str], words: list[str], once: bool = False) -> list[str]:
         """Return a command line of the launcher for these nodes; `once`: a file for mpirun names each once."""
@@ -137,38 +140,39 @@ class Supervisor(Namespace):
         They are ended where they hang after a failure.
         """
         variables = (f"HPCDIST_FACTS={self.folder}", f"TORCHELASTIC_RESTART_COUNT={count}")
-        words = ["env", *variables, *self.on(nodes, self.command)]
-        self.child = child = subprocess.Popen(words, stderr=subprocess.PIPE)
+        self.child = child = subprocess.Popen(
+            ["env", *variables, *self.on(nodes, self.command)], stderr=subprocess.PIPE
+        )
         assert child.stderr
         if self.told:  # too early for pass_on()
             child.send_signal(self.told)
-        end, runs, text, said = math.inf, True, b"", b""
-        while runs or text:
-            runs = child.poll() is None
-            text = forward(child.stderr, _LOOK if runs else 0.0)
-            said = (said + text)[-_TAIL:]
-            if end == math.inf and any(self.folder.glob("*.json")):
-                end = time.monotonic() + _END
-            if runs and time.monotonic() > end:
+        end, said = math.inf, b""
+        while (code := child.poll()) is None:
+            look = time.monotonic() + _LOOK
+            while (left := look - time.monotonic()) > 0:
+                said = (said + forward(child.stderr, left))[-_TAIL:]
+            if look > end:
                 self.cancel()
                 child.kill()
+            elif end == math.inf and any(self.folder.glob("*.json")):
+                end = look + _END
+        said += forward(child.stderr, 0.0)
         found = None if b": Exited with exit code" in said else _KILLED.search(said)
-        killed = next(filter(None, found.groups())).decode() if found else ""
-        return child.returncode if child.returncode >= 0 else 128 - child.returncode, killed
+        killed = found[found.lastindex or 0].decode("latin-1") if found else ""
+        return code if code >= 0 else 128 - code, killed
 
     def cancel(self) -> None:
         """Have Slurm end the ranks."""
         with suppress(OSError, subprocess.SubprocessError):
             # Of Slurm's steps, that of this script has no number.
-            words = ["squeue", "-hs", "-o", "%i", "-j", self.job]
-            steps = re.findall(r"^\S+\.\d+$", launcher.printed(words), re.MULTILINE)
-            launcher.printed(["scancel", *steps])
+            steps = launcher.printed(["squeue", "-hs", "-o", "%i", "-j", self.job])
+            launcher.printed(["scancel", *re.findall(r"(?m)^\S+\.\d+$", steps)])
 
     def silent(self, nodes: list[str], seconds: float, doubted: set[str], most: int = _TESTS) -> list[str]:
         """Return the nodes that do not run a command in time, or do not have the folder of facts.
 
-        There are at most so many tests at once. A test of several nodes that fails is followed by one of each. Nodes in
-        doubt do not have the whole time, if enough others answer.
+        There are at most so many tests, all at once. Each node of those that fail then has one of its own, with as much
+        time again. Nodes in doubt do not have the whole time, if enough others answer.
         """
         size = -(-len(nodes) // most)
         groups = [nodes[at : at + size] for at in range(0, len(nodes), size)]
@@ -177,19 +181,20 @@ class Supervisor(Namespace):
         while waits := [node for group, test in tests if test.poll() is None for node in group]:
             answered = sum(len(group) for group, test in tests if test.returncode == 0)
             enough = answered >= self.nodes and doubted.issuperset(map(short, waits))
-            if time.monotonic() > begun + (_SOON if enough else seconds):
+            if self.told or time.monotonic() > begun + (_SOON if enough else seconds):
                 break
             time.sleep(0.05)
         for _, test in tests:
             test.kill()
         failed = [node for group, test in tests if test.wait() for node in group]
-        return self.silent(failed, seconds, doubted, len(failed)) if failed and size > 1 else failed
+        return self.silent(failed, seconds, doubted, len(failed)) if failed and size > 1 and not self.told else failed
 
     def test(self, nodes: list[str]) -> subprocess.Popen[bytes]:
         """Begin a test of some nodes, which ends with 0 if each of them runs a command and has the folder of facts."""
         how = ["--ntasks-per-node=1"] if self.by_srun() else ["--hostfile", ""] * ("--hostfile" in self.command)
-        words = [self.command[0], *how, "-n", str(len(nodes)), "test", "-d", str(self.folder)]
-        return subprocess.Popen(self.on(nodes, words, once=True))
+        return subprocess.Popen(
+            self.on(nodes, [self.command[0], *how, "-n", f"{len(nodes)}", "test", "-d", f"{self.folder}"], once=True)
+        )
 
     def read(self, folder: Path) -> list[dict[str, Any]]:
         """Return the facts of this job in a folder."""
@@ -197,8 +202,9 @@ class Supervisor(Namespace):
         for file in folder.glob("*.json"):
             try:
                 facts = json.loads(file.read_bytes())
-                job, _, _ = facts["job"], facts["rank"], facts["host"]
-            except (OSError, ValueError, TypeError, LookupError):
+                job, _ = facts["job"], facts.get("error", "") + facts.get("place", "")
+                facts["rank"], short(facts["host"]), lost_by([facts])
+            except Exception:
                 say(f"{file} has no facts, and is ignored")
                 continue
             if job == self.job:
@@ -240,9 +246,10 @@ def forward(pipe: IO[bytes], seconds: float) -> bytes:
     """Print a part of what comes from a pipe, waiting at most so long for it, and return the part."""
     if not select.select([pipe], [], [], seconds)[0]:
         return b""
-    text = os.read(pipe.fileno(), _PART)
-    sys.stderr.buffer.write(text)
-    sys.stderr.flush()
+    text = os.read(pipe.fileno(), _TAIL)
+    with suppress(OSError):  # such as a full disk
+        sys.stderr.buffer.write(text)
+        sys.stderr.flush()
     if not text:  # it is closed
         time.sleep(seconds)
     return text

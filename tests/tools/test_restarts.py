@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -116,14 +117,29 @@ def test_a_blamed_host_that_is_slow_is_not_waited_for(hosts, run, monkeypatch):
     assert ("left out: node2" in out) == (hosts == 3), out
 
 
-def test_what_the_ranks_print_arrives(tmp_path):
-    """All of it, and a process that stays behind is not waited for."""
-    (tmp_path / "srun").write_text("#!/bin/sh\ncase $* in *test*) exit;; esac\nsleep 30 >/dev/null & seq 9999 >&2")
+@pytest.mark.parametrize("full", [False, True])
+def test_what_the_ranks_print_arrives(full, tmp_path):
+    """All of it, also long lines of any bytes, and a process that stays behind is not waited for, nor a full disk."""
+    prints = r"seq 9999 >&2; head -c 300000 /dev/zero >&2; printf ' \377a: shepherd died from signal 9\n' >&2"
+    (tmp_path / "srun").write_text(f"#!/bin/sh\ncase $* in *test*) exit;; esac\nsleep 30 >/dev/null & {prints}")
     (tmp_path / "srun").chmod(0o755)
     words = ["--job=7", "--hosts=a", "--nodes=1", "--restarts=0", "--checkpoint=x", "--", "srun", "train"]
-    how = {"cwd": tmp_path, "env": {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}}
-    done = subprocess.run([sys.executable, "-m", "hpcdist", "restarts", *words], capture_output=True, timeout=25, **how)
-    assert done.returncode == 0 and done.stderr == b"".join(b"%d\n" % i for i in range(1, 10000)), done
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    with open("/dev/full" if full else tmp_path / "err", "wb") as err:
+        command = [sys.executable, "-m", "hpcdist", "restarts", *words]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=err, timeout=25, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done
+    lines = b"".join(b"%d\n" % i for i in range(1, 10000))
+    last = bytes(300000) + b" \xffa: shepherd died from signal 9\n"
+    assert full or (tmp_path / "err").read_bytes() == lines + last
+
+
+def test_a_folder_is_not_listed_for_every_line_that_ranks_print(run, monkeypatch):
+    monkeypatch.setattr(restarts, "_LOOK", 0.5)
+    listed, glob = [], Path.glob
+    monkeypatch.setattr(Path, "glob", lambda *args: listed.append(args) or glob(*args))
+    assert run("for i in $(seq 300); do echo $i >&2; sleep 0.002; done; exit 0")[0] == 0
+    assert len(listed) < 50
 
 
 def test_many_nodes_are_tested_in_groups(run):
@@ -172,7 +188,13 @@ def test_facts_of_another_job_are_ignored(run):
     assert "rank-0.json is of job 8, and ignored\n" in out
 
 
-@pytest.mark.parametrize("text", ["", "no JSON", "[1]", "{}", "\\377"])
+ODD = [
+    f'{{"job": "7", "rank": 0, {odd}}}'
+    for odd in ('"host": 3', '"host": "node1", "lost": ["node2"]', '"host": "node1", "error": null')
+]
+
+
+@pytest.mark.parametrize("text", ["", "no JSON", "[1]", "{}", "\\377", *ODD])
 def test_a_file_without_facts_is_ignored(text, run):
     """A node may have died while it was written."""
     status, out, started = run(f"[ $count = 1 ] || {{ printf '{text}' >$HPCDIST_FACTS/rank-1.json; exit 3; }}")
@@ -206,6 +228,13 @@ def test_a_signal_while_nodes_are_tested_starts_nothing(run):
     status, out, started = run("exit 3", tools={"srun": srun})
     assert (status, len(started)) == (3, 1) and out.endswith("no start after a signal\n"), out
     assert len(list(Path().glob("hpcdist-*"))) == 1
+
+
+def test_after_a_signal_no_node_is_waited_for(run):
+    srun = SRUN.replace("exec test", "case $nodes in node2) kill -TERM $PPID; exec sleep 30 ;; esac; exec test")
+    begun = time.monotonic()
+    assert run("exit 0", tools={"srun": srun}) == (1, "hpcdist restarts: no start after a signal\n", [])
+    assert time.monotonic() < begun + 20
 
 
 def test_ranks_that_a_signal_ends_and_a_folder_that_is_gone(run):
