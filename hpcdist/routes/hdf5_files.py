@@ -134,7 +134,7 @@ class _File:
             try:
                 for offset, message in messages:
                     step(fd, offset, plain.memory(message))
-                if self.fd is None:
+                if self.fd is None and step is plain.write_at:
                     os.fsync(fd)
             finally:
                 if self.fd is None:
