@@ -80,7 +80,8 @@ class Supervisor(Namespace):
             if silent and not self.told:
                 say(f"left out: {', '.join(silent)} (no answer, or {shared} is not shared)")
             why = f"{self.nodes} nodes are needed, and {len(hosts)} are left" if len(hosts) < self.nodes else ""
-            why = "no start after a signal" if self.told else why
+            if self.told:
+                why = "no start after a signal"
             if count:
                 before = errors
                 errors, lost = self.judge(told, silent, status, killed)
@@ -139,10 +140,9 @@ class Supervisor(Namespace):
 
         They are ended where they hang after a failure.
         """
-        variables = (f"HPCDIST_FACTS={self.folder}", f"TORCHELASTIC_RESTART_COUNT={count}")
-        self.child = child = subprocess.Popen(
-            ["env", *variables, *self.on(nodes, self.command)], stderr=subprocess.PIPE
-        )
+        words = ["env", f"HPCDIST_FACTS={self.folder}", f"TORCHELASTIC_RESTART_COUNT={count}"]
+        words += self.on(nodes, self.command)
+        self.child = child = subprocess.Popen(words, stderr=subprocess.PIPE)
         assert child.stderr
         if self.told:  # too early for pass_on()
             child.send_signal(self.told)
@@ -202,8 +202,8 @@ class Supervisor(Namespace):
         for file in folder.glob("*.json"):
             try:
                 facts = json.loads(file.read_bytes())
-                job, _ = facts["job"], facts.get("error", "") + facts.get("place", "")
-                facts["rank"], short(facts["host"]), lost_by([facts])
+                job = facts["job"]
+                facts["rank"], short(facts["host"]), lost_by([facts]), facts.get("error", "") + facts.get("place", "")
             except Exception:
                 say(f"{file} has no facts, and is ignored")
                 continue
