@@ -437,7 +437,7 @@ def _fill(call: _Load, problems: list[str]) -> IncompatibleKeys:
 
     The ranks read a tensor apart if they hold no more of it than there is, in long runs of the file. The pieces of the
     others are one list, in the order of the files. Each rank reads a run of it, of as many bytes as the others, and
-    sends the parts of a piece to the ranks that hold them. So each byte is read once.
+    sends the parts of a piece to the ranks that hold them. So each byte is read once, if the ranks hold all of it.
     """
     keys, memory, shared = _match(call)
     comm, window, verify = call.team.comm, call.same["window"], call.same["verify"]
